@@ -1,0 +1,30 @@
+"""Train one config and write its row.
+
+    python -m experiments.run experiments/configs/tiny.yaml dp.degree=2 train.steps=10
+    torchrun --nproc-per-node 2 -m experiments.run experiments/configs/tiny.yaml
+    python -m experiments.run results/rows/ROW.json          # again, from the config that a row stores
+
+Without a launcher's environment it starts the ranks itself; under torchrun or srun it joins.
+"""
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+
+from experiments.command import launch, main, read_config
+from research.launch.environment import Joined
+from research.record import row_path
+from research.train.run import run
+
+
+def train(words: Sequence[str], where: Joined | None) -> int:
+    config = read_config(words, where.place.world if where else None)
+    row = launch(partial(run, config), config, where)
+    if where is None or where.place.rank == 0:
+        print(f"loss {row.loss:.4f} (unigram entropy of the corpus {row.unigram_entropy:.4f}), {row.tokens_per_s:,.0f}")
+        print(f"tokens/s, {row.step_ms:.1f} ms a step: {row_path(config.record.folder, row.run_id)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(__doc__, train))

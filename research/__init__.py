@@ -1,0 +1,1 @@
+"""Quintet: MoE training over five parallel axes. Start at README.md, then models/decoder.py."""

@@ -1,0 +1,119 @@
+"""From config to a model on this rank: declare on meta, cut by the axes, fill the boxes, attach the seams."""
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from research import comm
+from research.config import RunConfig
+from research.mesh import Box, Group, Layout, Mesh
+from research.models import seams
+from research.models.decoder import Decoder, specs
+from research.models.kernels import Products
+from research.models.params import Block, Spec
+from research.parallel.axis import AXES
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Built:
+    """The model of this rank and what is known of each parameter, by full name."""
+
+    model: Decoder
+    mesh: Mesh
+    specs: dict[str, Spec]
+    layouts: dict[str, Layout]
+    replicas: dict[str, Group]
+
+
+def build(config: RunConfig, mesh: Mesh, device: torch.device) -> Built:
+    """The model with its initial values in float32 (float64 in a float64 run) on `device`."""
+    with torch.device("meta"):
+        model = Decoder(config.model, recompute=config.train.recompute == "full")
+    declared = specs(model)
+    layouts = {name: layout_of(spec, mesh) for name, spec in declared.items()}
+    # Making groups is collective, so every rank makes those of every parameter, in this order.
+    replicas = {name: mesh.replicas(layout) for name, layout in layouts.items()}
+    attached = wired(config, mesh)
+    dtype = torch.float64 if config.train.dtype == "float64" else torch.float32
+    for path, module in model.named_modules():
+        if isinstance(module, Block):
+            module.seams = attached
+            for leaf, spec in module.specs.items():
+                name = f"{path}.{leaf}".lstrip(".")
+                value = padded_values(config.train.seed, name, spec, layouts[name], mesh, dtype, device)
+                setattr(module, leaf, nn.Parameter(value))
+    return Built(model, mesh, declared, layouts, replicas)
+
+
+def layout_of(spec: Spec, mesh: Mesh) -> Layout:
+    """Which mesh axes cut this parameter: the axes say which logical dims they split."""
+    splits = {dim: axis for a in AXES for dim, axis in a.splits.items()}
+    cut = [(splits[d], mesh.sizes[splits[d]]) if d in splits else None for d in spec.dims]
+    return Layout(spec.dims, spec.units, spec.unit, tuple(cut))
+
+
+def wired(config: RunConfig, mesh: Mesh) -> seams.Seams:
+    claims = {a.name: a.seams(config, mesh) for a in AXES if mesh.sizes[a.name] > 1}
+    if mesh.stage_ranks > 1:
+        claims["build"] = {"count": stage_count(mesh.group("stage"))}
+    return seams.wire(seams.one_device(Products()), claims)
+
+
+def stage_count(stage: Group) -> seams.Seam:
+    """Counts sum over every rank of the stage: the balance loss is one over the whole global microbatch. No axis owns
+    this. Repeated tokens count repeatedly, in every term and in its denominator."""
+
+    def count(ids: Tensor, n_experts: int) -> Tensor:
+        return comm.all_reduce_(seams.count(ids, n_experts), stage, "expert counts")
+
+    return count
+
+
+def padded_values(
+    seed: int, name: str, spec: Spec, layout: Layout, mesh: Mesh, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """This rank's box of a parameter, padded with zeros to its local shape."""
+    box = layout.box(mesh.at)
+    local = torch.zeros(layout.local_shape(), dtype=dtype, device=device)
+    held = local[tuple(slice(size) for _, size in box)]
+    if spec.std is None:
+        held.fill_(1.0)
+    else:
+        rows, row_numel = box[0][1], math.prod(size for _, size in box[1:])
+        step = max(1, 2**22 // max(row_numel, 1))  # bounds the integer scratch
+        for low in range(0, rows, step):
+            part = ((box[0][0] + low, min(step, rows - low)), *box[1:])
+            held[low : low + step] = normal(seed, name, layout.shape, part, device).mul_(spec.std)
+    return local
+
+
+def normal(seed: int, name: str, shape: tuple[int, ...], box: Box, device: torch.device) -> Tensor:
+    """Standard normal values of a box of a global tensor, float64. Element i depends on (seed, name, i) alone, so any
+    layout starts from the same weights: SplitMix64 (Steele et al. 2014, figure 17) of a keyed counter, then the
+    inverse of the normal distribution function."""
+    position = torch.zeros((), dtype=torch.int64, device=device)
+    for dim, (offset, size) in enumerate(box):
+        stride = math.prod(shape[dim + 1 :])
+        index = torch.arange(offset, offset + size, device=device) * stride
+        position = position[..., None] + index.view(-1) if dim else index
+    key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little", signed=True)
+    z = (position + 1) * _wrap(0x9E3779B97F4A7C15) + key
+    z = (z ^ _shift(z, 30)) * _wrap(0xBF58476D1CE4E5B9)
+    z = (z ^ _shift(z, 27)) * _wrap(0x94D049BB133111EB)
+    z = z ^ _shift(z, 31)
+    return torch.special.ndtri((_shift(z, 11) + 0.5) * 2.0**-53)
+
+
+def _wrap(constant: int) -> int:
+    """An unsigned 64-bit constant as torch's int64 wraps it."""
+    return constant - 2**64 if constant >= 2**63 else constant
+
+
+def _shift(z: Tensor, bits: int) -> Tensor:
+    """Logical shift right of int64."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,0 +1,415 @@
+"""Every key of a run: its type, its default, its legal values, one line of meaning.
+
+A config is `defaults <- YAML file <- key=value words`. `load` reports the problems of all three layers
+together, each as a `Problem` with key, value, rule and legal values, before anything else happens.
+"""
+
+import dataclasses
+import difflib
+import math
+import re
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import yaml
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+Scalar = int | float | bool | str | None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with a config: `key=value rule; legal: ...`."""
+
+    key: str
+    value: object
+    rule: str
+    legal: str = ""
+
+    def __str__(self) -> str:
+        head = self.key if self.value is None else f"{self.key}={_text(self.value)}"
+        return f"{head} {self.rule}" + (f"; legal: {self.legal}" if self.legal else "")
+
+
+class ConfigError(ValueError):
+    """All problems of a config at once."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems = list(problems)
+        count = f"{len(self.problems)} problem{'s' if len(self.problems) > 1 else ''} in the config:"
+        super().__init__("\n".join([count, *(f"  - {p}" for p in self.problems)]))
+
+
+def key(default: Any, meaning: str, at_least: float | None = None, at_most: float | None = None) -> Any:
+    """A config key: its default, its one line of help, and the closed range of a number."""
+    return field(default=default, metadata={"meaning": meaning, "at_least": at_least, "at_most": at_most})
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The decoder: sizes in elements, loss weights as plain factors."""
+
+    vocab: int = key(256, "rows of the embedding and the head", at_least=1)
+    dim: int = key(64, "width of the residual stream", at_least=1)
+    layers: int = key(4, "decoder layers", at_least=1)
+    heads: int = key(8, "query heads", at_least=1)
+    kv_heads: int = key(2, "key and value heads: heads = MHA, 1 = MQA, between = GQA", at_least=1)
+    head_dim: int = key(8, "elements of one head", at_least=2)
+    ffn: int = key(128, "hidden width of a dense feed-forward", at_least=1)
+    dense_layers: int = key(1, "leading layers with a dense feed-forward instead of MoE", at_least=0)
+    experts: int = key(8, "routed experts of an MoE layer; 0 makes every layer dense", at_least=0)
+    top_k: int = key(2, "experts that each token is routed to", at_least=1)
+    expert_ffn: int = key(32, "hidden width of one expert", at_least=1)
+    shared_experts: int = key(1, "experts that every token passes through", at_least=0)
+    normalize_weights: bool = key(True, "make the top-k routing weights of a token sum to 1")
+    balance: float = key(0.01, "weight of the load-balance loss (Switch Transformer, eq. 4)", at_least=0)
+    z_loss: float = key(0.001, "weight of the router z-loss (ST-MoE, eq. 5)", at_least=0)
+    tied: bool = key(False, "use the embedding as the head as well")
+    rope_base: float = key(10000.0, "base of the rotary frequencies", at_least=1)
+    norm_eps: float = key(1e-5, "added to the mean square in RMSNorm", at_least=0)
+    init_std: float = key(0.02, "standard deviation of initial weights", at_least=0)
+
+    def problems(self) -> Iterator[Problem]:
+        if self.heads % self.kv_heads:
+            rule = f"must divide model.heads={self.heads}"
+            yield Problem("model.kv_heads", self.kv_heads, rule, divisors(self.heads))
+        if self.head_dim % 2:
+            yield Problem("model.head_dim", self.head_dim, "must be even: RoPE turns pairs", "even numbers")
+        if 0 < self.experts < self.top_k:
+            rule = f"must not exceed model.experts={self.experts}"
+            yield Problem("model.top_k", self.top_k, rule, f"1 to {self.experts}")
+
+
+@dataclass(frozen=True)
+class DpConfig:
+    """Data parallelism: ranks that hold the same weights and take different rows of the batch."""
+
+    degree: int = key(-1, "ranks on the dp axis; -1 takes what the world leaves over, 1 where no world is stated")
+
+    def problems(self) -> Iterator[Problem]:
+        if self.degree < 1 and self.degree != -1:
+            yield Problem("dp.degree", self.degree, "is not a number of ranks", "-1 or at least 1")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Text, tokenizer and sample length."""
+
+    path: str = key("stdlib", "stdlib (source text of Python's standard library), or a UTF-8 text file")
+    tokenizer: Literal["bytes", "bpe"] = key("bytes", "bytes, or a byte-level BPE trained on the text")
+    bpe_vocab: int = key(4096, "entries of the trained BPE", at_least=257)
+    sequence: int = key(64, "tokens of one sample", at_least=1)
+    cache: str = key(".cache/data", "folder for tokenised text; safe to delete")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The optimisation: every number is global, none depends on the layout."""
+
+    steps: int = key(20, "optimizer steps", at_least=1)
+    global_batch: int = key(16, "samples of one step, over all ranks and microbatches", at_least=1)
+    microbatches: int = key(1, "global microbatches of one step (gradient accumulation)", at_least=1)
+    lr: float = key(1e-3, "peak learning rate", at_least=0)
+    schedule: Literal["cosine", "wsd"] = key("cosine", "cosine decay, or warm-up, stable, linear decay (wsd)")
+    warmup_steps: int = key(5, "steps of linear warm-up", at_least=0)
+    decay_share: float = key(0.2, "share of the steps in which wsd decays", at_least=0, at_most=1)
+    min_lr_ratio: float = key(0.1, "final learning rate as a share of the peak", at_least=0, at_most=1)
+    weight_decay: float = key(0.1, "AdamW decay, on matrices only", at_least=0)
+    beta1: float = key(0.9, "AdamW decay of the first moment", at_least=0, at_most=0.9999999)
+    beta2: float = key(0.95, "AdamW decay of the second moment", at_least=0, at_most=0.9999999)
+    adam_eps: float = key(1e-8, "AdamW term in the denominator", at_least=0)
+    clip: float = key(1.0, "largest global gradient norm; 0 does not clip", at_least=0)
+    dtype: Literal["float32", "bfloat16", "float64"] = key(
+        "float32", "of weights and activations; bfloat16 keeps float32 masters and gradients"
+    )
+    recompute: Literal["none", "full"] = key("none", "full: keep only each layer's input, run it again in backward")
+    nonfinite: Literal["stop", "skip"] = key("stop", "on a non-finite loss or norm: end the run, or skip the step")
+    bucket_mib: float = key(16.0, "size of one gradient bucket, MiB: one collective each", at_least=0)
+    deterministic: bool = key(False, "refuse nondeterministic kernels and fill fresh memory with NaN (slower)")
+    seed: int = key(0, "of initial values and of the order of samples", at_least=0)
+
+    def problems(self) -> Iterator[Problem]:
+        if self.microbatches > self.global_batch:
+            rule = f"must not exceed train.global_batch={self.global_batch}"
+            yield Problem("train.microbatches", self.microbatches, rule, f"1 to {self.global_batch}")
+        if self.warmup_steps > self.steps:
+            rule = f"must not exceed train.steps={self.steps}"
+            yield Problem("train.warmup_steps", self.warmup_steps, rule, f"0 to {self.steps}")
+
+
+@dataclass(frozen=True)
+class RecordConfig:
+    """Where the row of a run goes and what it says of itself."""
+
+    folder: str = key("results", "rows are written to FOLDER/rows")
+    ablation: str = key("", "name of the ablation that this run belongs to")
+    arm: str = key("", "name of the arm in that ablation")
+    warmup_steps: int = key(3, "first steps that timings leave out", at_least=0)
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """How ranks are started and on what."""
+
+    device: Literal["auto", "cpu", "cuda"] = key("auto", "auto is cuda where there is one, else cpu")
+    threads: int = key(0, "CPU threads of one rank; 0 shares the cores among the ranks of a node", at_least=0)
+    timeout_s: float = key(300.0, "a collective that takes longer ends the run, seconds", at_least=1)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A whole run. The section of an axis that is absent means degree 1."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    dp: DpConfig = field(default_factory=DpConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    record: RecordConfig = field(default_factory=RecordConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+
+
+Check = Callable[[RunConfig], Iterator[Problem]]
+AXIS_SECTIONS = ("pp", "dp", "cp", "tp", "ep")
+
+
+def degrees(config: RunConfig) -> dict[str, int]:
+    """Degree of every axis; an axis without a section counts 1, `ep.tensor` stands under `etp`."""
+    sections = {axis: getattr(config, axis, None) for axis in AXIS_SECTIONS}
+    return {a: getattr(s, "degree", 1) for a, s in sections.items()} | {"etp": getattr(sections["ep"], "tensor", 1)}
+
+
+def with_world(config: RunConfig, world: int | None) -> tuple[RunConfig, list[Problem]]:
+    """Fill in `dp.degree: -1` and hold the degrees to the world (None: as many ranks as they need)."""
+    sizes = degrees(config)
+    others = math.prod(sizes[a] for a in ("pp", "cp", "tp"))
+    if sizes["dp"] == -1:
+        if world is not None and world % others:
+            rule = f"(pp*cp*tp) must divide the world of {world} ranks"
+            return replace(config, {"dp.degree": 1}), [Problem("degrees", others, rule, divisors(world))]
+        config = replace(config, {"dp.degree": 1 if world is None else world // others})
+    elif world is not None and others * sizes["dp"] != world:
+        legal = f"{world // others}, or -1" if world % others == 0 else "-1, with other degrees"
+        rule = f"times pp*cp*tp={others} must equal the world of {world} ranks"
+        return config, [Problem("dp.degree", sizes["dp"], rule, legal)]
+    return config, []
+
+
+def replace(config: RunConfig, changes: Mapping[str, Scalar]) -> RunConfig:
+    """A copy with some `section.key`s changed; neither types nor rules are checked."""
+    for name, value in changes.items():
+        section, _, leaf = name.partition(".")
+        part = dataclasses.replace(getattr(config, section), **{leaf: value})
+        config = dataclasses.replace(config, **{section: part})
+    return config
+
+
+def load(
+    path: str | Path | None, words: Sequence[str] = (), checks: Sequence[Check] = (), world: int | None = None
+) -> RunConfig:
+    """The config of YAML file `path` changed by `key=value` words, valid and with its world filled in.
+
+    Raises ConfigError with every problem: unreadable file, unknown keys, wrong types, values out of range, rules
+    of a section, degrees that do not make `world`, and what `checks` find.
+    """
+    given, raw, problems = _read(path, words)
+    return _validated(given, raw, problems, checks, world)
+
+
+def from_mapping(
+    tree: Mapping[str, Any], words: Sequence[str] = (), checks: Sequence[Check] = (), world: int | None = None
+) -> RunConfig:
+    """As `load`, from the config that a row stores."""
+    override, raw, problems = _read(None, words)
+    return _validated(dict(_flatten(tree)) | override, raw, problems, checks, world)
+
+
+def to_mapping(config: RunConfig) -> dict[str, dict[str, Scalar]]:
+    return dataclasses.asdict(config)
+
+
+def to_words(config: RunConfig) -> list[str]:
+    """The `key=value` words that make this config from the defaults."""
+    default = dict(_flatten(to_mapping(RunConfig())))
+    return [f"{k}={_text(v)}" for k, v in _flatten(to_mapping(config)) if v != default[k]]
+
+
+def help_text() -> str:
+    """Every key by section, with type, default and meaning."""
+    lines = []
+    for section in dataclasses.fields(RunConfig):
+        kind = _section_types()[section.name]
+        lines.append(f"{section.name}: {(kind.__doc__ or '').splitlines()[0]}")
+        hints = get_type_hints(kind)
+        for f in dataclasses.fields(kind):
+            name = f"  {section.name}.{f.name}={_text(f.default)}"
+            lines.append(f"{name:<34} {f.metadata['meaning']} ({_legal(hints[f.name], f.metadata)})")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def divisors(n: int) -> str:
+    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
+
+
+def _section_types() -> dict[str, type]:
+    return get_type_hints(RunConfig)
+
+
+def _known() -> dict[str, tuple[Any, Mapping[str, Any]]]:
+    """`section.key` -> (type, metadata)."""
+    return {
+        f"{section}.{f.name}": (get_type_hints(kind)[f.name], f.metadata)
+        for section, kind in _section_types().items()
+        for f in dataclasses.fields(kind)
+    }
+
+
+def _flatten(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        full = f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            yield from _flatten(value, full + ".")
+        elif value is not None or prefix:  # an empty section is an empty section
+            yield full, value
+
+
+def _read(path: str | Path | None, words: Sequence[str]) -> tuple[dict[str, Any], dict[str, str], list[Problem]]:
+    """Merge file and words. Returns values, the text that each was written as, and problems."""
+    problems: list[Problem] = []
+    layers: list[DictConfig | ListConfig] = [OmegaConf.create()]
+    raw: dict[str, str] = {}
+    if path is not None:
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+            tree = OmegaConf.create(text) if text.strip() else OmegaConf.create()
+            if not OmegaConf.is_dict(tree):
+                raise ValueError("the file holds no `section:` mapping")
+            layers.append(tree)
+            raw |= {k: v for k, v in _flatten(yaml.load(text, yaml.BaseLoader) or {}) if isinstance(v, str)}
+        except FileNotFoundError:
+            problems.append(Problem(str(path), None, "does not exist", _configs_beside(Path(path))))
+        except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
+            problems.append(Problem(str(path), None, f"cannot be read: {' '.join(str(error).split())}"))
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not re.fullmatch(r"[a-z_0-9]+(\.[a-z_0-9]+)*", name):
+            problems.append(Problem(word, None, "is not a setting", "section.key=value, without + or ~"))
+            continue
+        try:
+            layers.append(OmegaConf.from_dotlist([word]))
+            raw[name] = value
+        except (ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
+            problems.append(Problem(word, None, f"cannot be read: {' '.join(str(error).split())}"))
+    try:
+        merged = OmegaConf.to_container(OmegaConf.merge(*layers), resolve=True)
+    except OmegaConfBaseException as error:
+        rule = f"cannot be resolved: {str(error).splitlines()[0]}"
+        problems.append(Problem(str(path or "key=value words"), None, rule))
+        merged = {}
+    assert isinstance(merged, dict)
+    return dict(_flatten(merged)), raw, problems
+
+
+def _configs_beside(path: Path) -> str:
+    folder = path.parent if path.parent.is_dir() else Path("experiments/configs")
+    found = sorted(str(p) for p in folder.glob("*.yaml"))
+    return ", ".join(difflib.get_close_matches(str(path), found, cutoff=0.3) or found)
+
+
+def _validated(
+    given: Mapping[str, Any],
+    raw: Mapping[str, str],
+    problems: list[Problem],
+    checks: Sequence[Check],
+    world: int | None,
+) -> RunConfig:
+    """Problems of single keys first; the rules that join keys are tried on what remains."""
+    known = _known()
+    good: dict[str, Scalar] = {}
+    for name, value in given.items():
+        if name not in known:
+            problems.append(_unknown(name, value, list(known)))
+        elif bad := _bad_value(name, value, raw.get(name), *known[name]):
+            problems.append(bad)
+        else:
+            good[name] = float(value) if known[name][0] is float else value
+    config = replace(RunConfig(), good)
+    rules = [p for s in dataclasses.fields(config) for p in getattr(getattr(config, s.name), "problems", tuple)()]
+    if not any(p.key.endswith(".degree") for p in [*problems, *rules]):
+        config, wrong = with_world(config, world)
+        rules += wrong
+        rules += [p for check in checks for p in check(config)]
+    reported = {p.key for p in problems}
+    problems += [p for p in rules if p.key not in reported]
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _unknown(name: str, value: object, known: list[str]) -> Problem:
+    sections = sorted({k.partition(".")[0] for k in known})
+    if name in sections:
+        return Problem(name, value, "is a section, not a key", ", ".join(k for k in known if k.startswith(name + ".")))
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    section = name.partition(".")[0]
+    legal = near or [k for k in known if k.startswith(section + ".")] or [s + ".*" for s in sections]
+    return Problem(name, value, f"is not a key{f', did you mean {near[0]}?' if near else ''}", ", ".join(legal))
+
+
+def _bad_value(name: str, value: object, raw: str | None, kind: Any, limits: Mapping[str, Any]) -> Problem | None:
+    legal = _legal(kind, limits)
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if number and raw is not None and not raw.startswith("$") and not _plain(raw):
+        return Problem(name, raw, f"would be read as {value}: write a plain decimal number", legal)
+    if not _has_type(value, kind):
+        return Problem(name, "null" if value is None else value, f"is not {_type_name(kind)}", legal)
+    if isinstance(value, float) and not math.isfinite(value):
+        return Problem(name, value, "must be finite", legal)
+    low, high = limits["at_least"], limits["at_most"]
+    if isinstance(value, (int, float)) and ((low is not None and value < low) or (high is not None and value > high)):
+        return Problem(name, value, "is out of range", legal)
+    return None
+
+
+def _plain(raw: str) -> bool:
+    """A number as people mean it; YAML 1.1 also reads 12:30 as 750 and 010 as 8."""
+    return re.fullmatch(r"[-+]?(0|[1-9][0-9_]*)?(\.[0-9]*)?([eE][-+]?[0-9]+)?|[-+]?\.(inf|nan)", raw, re.I) is not None
+
+
+def _has_type(value: object, kind: Any) -> bool:
+    if get_origin(kind) is Literal:
+        return any(value == v and type(value) is type(v) for v in get_args(kind))
+    if get_origin(kind) in (Union, types.UnionType):
+        return any(_has_type(value, k) for k in get_args(kind))
+    if kind is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return type(value) is kind
+
+
+def _type_name(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return "one of its choices"
+    return {int: "an integer", float: "a number", bool: "a truth value", str: "text"}.get(kind, str(kind))
+
+
+def _legal(kind: Any, limits: Mapping[str, Any]) -> str:
+    if get_origin(kind) is Literal:
+        return ", ".join(map(str, get_args(kind)))
+    low, high = limits["at_least"], limits["at_most"]
+    if low is not None and high is not None:
+        return f"{_text(low)} to {_text(high)}"
+    if low is not None:
+        return f"{_type_name(kind)}, at least {_text(low)}"
+    return "true, false" if kind is bool else _type_name(kind)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float) and value == float(f"{value:g}"):
+        return f"{value:g}"
+    return "null" if value is None else str(value)

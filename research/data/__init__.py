@@ -1,0 +1,1 @@
+"""Text to global batches: corpus -> tokenizers -> tokens -> batches, in reading order."""

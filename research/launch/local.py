@@ -1,0 +1,164 @@
+"""Start ranks on this machine as forked processes, and end them together.
+
+Forking is fast (no second import of torch) and safe while this process has neither run a threaded torch kernel nor
+touched CUDA; the entry points and the tests leave all such work to the ranks.
+"""
+
+import contextlib
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from types import FrameType
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from research.config import LaunchConfig
+from research.launch.process import Place, process_group
+
+T = TypeVar("T")
+GRACE_S = 1.0  # in which the errors of other ranks may still arrive, so that the first one can be told
+
+
+class RankError(RuntimeError):
+    """A rank failed. `rank` is the one whose error came first; the message holds its traceback."""
+
+    def __init__(self, rank: int, text: str) -> None:
+        super().__init__(f"rank {rank} failed first:\n{text.rstrip()}")
+        self.rank = rank
+
+
+@dataclass(frozen=True)
+class _Report(Generic[T]):
+    rank: int
+    at: float
+    value: T | None = None
+    error: str | None = None
+
+
+def start(
+    function: Callable[[Place, torch.device], T], world: int, config: LaunchConfig, limit_s: float | None = None
+) -> list[T]:
+    """Run `function(place, device)` on `world` ranks of this machine; returns what each returned, by rank.
+
+    The first rank that raises, is killed or leaves ends all others: RankError with its traceback. Past `limit_s`
+    seconds in all, TimeoutError names the ranks that are still at work. No process is left in any case.
+    """
+    context = get_context("fork")
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder, _terminable():
+        alive_read, alive_write = os.pipe()
+        pipes: list[Connection] = []
+        ranks = []
+        try:
+            for rank in range(world):
+                ours, theirs = context.Pipe(duplex=False)
+                place = Place(rank, world, rank, world)
+                arguments = (function, place, config, f"file://{folder}/rendezvous", theirs, alive_read, alive_write)
+                process = context.Process(target=_rank, args=arguments, name=f"rank {rank}", daemon=True)
+                process.start()
+                theirs.close()
+                pipes.append(ours)
+                ranks.append(process)
+            return _collect(ranks, pipes, limit_s)
+        finally:
+            for process in ranks:
+                process.kill()
+            for process in ranks:
+                process.join()
+            for pipe in pipes:
+                pipe.close()
+            os.close(alive_read)
+            os.close(alive_write)
+
+
+def _rank(
+    function: Callable[[Place, torch.device], T],
+    place: Place,
+    config: LaunchConfig,
+    init_method: str,
+    pipe: Connection,
+    alive_read: int,
+    alive_write: int,
+) -> None:
+    """The life of one forked rank: run, report, leave."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us, so that Ctrl-C prints once
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.close(alive_write)
+    threading.Thread(target=_leave_with_parent, args=(alive_read,), daemon=True).start()
+    status = 0
+    try:
+        with process_group(place, config, init_method) as device:
+            value = function(place, device)
+        report = _Report(place.rank, time.time(), value=value)
+    except BaseException:
+        report = _Report(place.rank, time.time(), error=traceback.format_exc())
+        status = 1
+    pipe.send_bytes(pickle.dumps(report))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # without the parent's exit handlers
+
+
+def _leave_with_parent(alive_read: int) -> None:
+    """The pipe ends when the parent does, however it ended."""
+    os.read(alive_read, 1)
+    os._exit(1)
+
+
+def _collect(ranks: list[Any], pipes: list[Connection], limit_s: float | None) -> list[Any]:
+    end = None if limit_s is None else time.monotonic() + limit_s
+    reports: dict[int, _Report[Any]] = {}
+    while len(reports) < len(ranks):
+        failed = any(r.error is not None for r in reports.values())
+        left = GRACE_S if failed else None if end is None else max(0.0, end - time.monotonic())
+        open_pipes = {pipes[r]: r for r in range(len(ranks)) if r not in reports}
+        ready = wait(list(open_pipes), left)
+        for pipe in ready:
+            rank = open_pipes[pipe]  # type: ignore[index]
+            try:
+                reports[rank] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+            except EOFError:
+                reports[rank] = _Report(rank, time.time(), error=_obituary(ranks[rank]))
+        if failed and not ready:
+            break
+        if not ready:
+            raise TimeoutError(f"ranks {sorted(open_pipes.values())} of {len(ranks)} are not done after {limit_s:g} s")
+    errors = [r for r in reports.values() if r.error is not None]
+    if errors:
+        first = min(errors, key=lambda r: r.at)
+        raise RankError(first.rank, first.error or "")
+    return [reports[r].value for r in range(len(ranks))]
+
+
+def _obituary(process: Any) -> str:
+    process.join(GRACE_S)
+    code = process.exitcode
+    if code is not None and code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"left without a word, exit code {code}"
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM unwinds this process like Ctrl-C, so that the ranks are ended; handlers belong to the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

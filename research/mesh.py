@@ -1,0 +1,158 @@
+"""The only topology: which rank stands where, who shares a group, which box of a tensor a rank holds.
+
+Two views of the same ranks. Dense: (pp, dp, cp, tp), tp fastest. Expert: (pp, edp, ep, etp), etp fastest; inside a
+stage edp * ep * etp = dp * cp * tp, so the expert axes fold over all dense ones.
+"""
+
+import math
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from research.config import RunConfig, degrees
+from research.ledger import Ledger
+
+DENSE = ("pp", "dp", "cp", "tp")
+EXPERT = ("pp", "edp", "ep", "etp")
+
+Box = tuple[tuple[int, int], ...]  # (offset, size) for each dim of a global tensor
+Coordinates = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks that share one process group, and the axis that it serves (the label of its traffic)."""
+
+    axis: str
+    ranks: tuple[int, ...]
+    rank: int  # position of this process in `ranks`
+    ledger: Ledger
+    process_group: dist.ProcessGroup | None = None  # None for a group of one
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one named global tensor is cut. Dim i has units[i] * unit[i] elements and is cut between units only;
+    split[i] names the mesh axis and the degree that cut it, or None."""
+
+    dims: tuple[str, ...]
+    units: tuple[int, ...]
+    unit: tuple[int, ...]
+    split: tuple[tuple[str, int] | None, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(n * u for n, u in zip(self.units, self.unit, strict=True))
+
+    def box(self, at: Coordinates) -> Box:
+        """What the rank at these coordinates holds. Fewer units than ranks: neighbours hold copies of one unit."""
+        box = []
+        for units, unit, split in zip(self.units, self.unit, self.split, strict=True):
+            low, high = 0, units
+            if split is not None:
+                axis, degree = split
+                if units < degree:
+                    low = at[axis] * units // degree
+                    high = low + 1
+                else:
+                    each = -(-units // degree)
+                    low, high = min(at[axis] * each, units), min((at[axis] + 1) * each, units)
+            box.append((low * unit, (high - low) * unit))
+        return tuple(box)
+
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of the local tensor: the largest box, so that the last rank pads where units do not divide."""
+        return tuple(
+            units * unit if split is None else -(-units // split[1]) * unit
+            for units, unit, split in zip(self.units, self.unit, self.split, strict=True)
+        )
+
+
+class Mesh:
+    """`sizes` holds pp, dp, cp, tp, edp, ep, etp; `at` the coordinates of this rank on each of them.
+
+    Making a group is collective: every rank must ask for the same groups in the same order. With `fake`, groups are
+    made for this rank alone, under the fake process group, so that one process can stand for any rank of any world.
+    """
+
+    def __init__(
+        self, sizes: Mapping[str, int], rank: int = 0, fake: bool = False, timeout_s: float = 300.0
+    ) -> None:
+        full = {axis: sizes.get(axis, 1) for axis in ("pp", "dp", "cp", "tp", "ep", "etp")}
+        self.stage_ranks = full["dp"] * full["cp"] * full["tp"]
+        folded = full["ep"] * full["etp"]
+        if self.stage_ranks % folded:
+            raise ValueError(f"ep*etp={folded} must divide dp*cp*tp={self.stage_ranks}")
+        self.sizes = full | {"edp": self.stage_ranks // folded}
+        self.world = self.stage_ranks * full["pp"]
+        if not 0 <= rank < self.world:
+            raise ValueError(f"rank {rank} is not in a world of {self.world}")
+        self.rank = rank
+        self.at = self.coordinates(rank)
+        self.ledger = Ledger()
+        self._fake = fake
+        self._timeout = timedelta(seconds=timeout_s)
+        self._made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        self._partitions: dict[Hashable, tuple[int, ...]] = {}
+
+    @classmethod
+    def from_config(cls, config: RunConfig, world: int, rank: int, fake: bool = False) -> "Mesh":
+        mesh = cls(degrees(config), rank, fake, config.launch.timeout_s)
+        if mesh.world != world:
+            raise ValueError(f"the degrees make {mesh.world} ranks, the world has {world}")
+        return mesh
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Position of any rank on every axis of both views."""
+        at = {}
+        for view in (DENSE, EXPERT):
+            left = rank
+            for axis in reversed(view):
+                left, at[axis] = divmod(left, self.sizes[axis])
+        return at
+
+    def group(self, axis: str) -> Group:
+        """This rank's group along an axis, or of its `stage`, or of the whole `world`."""
+        if axis == "world":
+            return self._partition(axis, "world", lambda at: ())
+        if axis == "stage":
+            return self._partition(axis, "stage", lambda at: at["pp"])
+        view = DENSE if axis in DENSE else EXPERT
+        others = [a for a in view if a != axis]
+        return self._partition(axis, axis, lambda at: tuple(at[a] for a in others))
+
+    def replicas(self, layout: Layout) -> Group:
+        """The ranks of this stage that hold the same box: a gradient is summed over them. Its traffic is dp's."""
+        return self._partition("dp", layout, lambda at: (at["pp"], layout.box(at)))
+
+    def _partition(self, axis: str, name: Hashable, color: Callable[[Coordinates], Hashable]) -> Group:
+        """Ranks of one color share a group; ranks that meet again share it again."""
+        if name not in self._partitions:
+            classes: dict[Hashable, list[int]] = {}
+            for rank in range(self.world):
+                classes.setdefault(color(self.coordinates(rank)), []).append(rank)
+            mine = tuple(classes[color(self.at)])
+            for ranks in [mine] if self._fake else map(tuple, classes.values()):
+                if ranks not in self._made:
+                    self._made[ranks] = self._new_group(ranks)
+            self._partitions[name] = mine
+        mine = self._partitions[name]
+        return Group(axis, mine, mine.index(self.rank), self.ledger, self._made[mine])
+
+    def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        if len(ranks) == 1:
+            return None
+        if len(ranks) == self.world:
+            return dist.group.WORLD
+        return dist.new_group(list(ranks), timeout=self._timeout)
+
+
+def total_ranks(config: RunConfig) -> int:
+    """Ranks that the degrees of a config need."""
+    return math.prod(degrees(config)[axis] for axis in DENSE)

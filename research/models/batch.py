@@ -1,0 +1,21 @@
+"""What a model is given: B samples of S tokens, already shifted."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+NOT_COUNTED = -100  # the target of a position that the loss leaves out
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Three int64 tensors of shape (B, S) that are always cut together."""
+
+    tokens: Tensor  # input ids
+    targets: Tensor  # the id that follows each input, or NOT_COUNTED
+    positions: Tensor  # of each token in its whole sample, from 0
+
+    def map(self, f: Callable[[Tensor], Tensor]) -> "Batch":
+        """The batch with `f` applied to every tensor."""
+        return Batch(f(self.tokens), f(self.targets), f(self.positions))

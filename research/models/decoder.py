@@ -1,0 +1,94 @@
+"""A LLaMA/DeepSeek-style decoder, written for one device.
+
+B batch, S local sequence, D model, V vocabulary
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from research.config import ModelConfig
+from research.models.attention import Attention
+from research.models.batch import Batch
+from research.models.layers import FeedForward, RMSNorm, Rotary, rotary
+from research.models.moe import MoE
+from research.models.params import Block, Spec
+from research.models.recompute import Keep, decide, recomputed
+
+
+class Output(NamedTuple):
+    """`loss`: cross-entropy summed over counted tokens, nats. `aux`: this rank's part of the auxiliary losses."""
+
+    loss: Tensor
+    aux: Tensor
+
+
+class Layer(nn.Module):
+    """Pre-norm residual block: attention, then a dense or an MoE feed-forward."""
+
+    def __init__(self, c: ModelConfig, index: int) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = RMSNorm(c), Attention(c)
+        self.ffn_norm = RMSNorm(c)
+        self.ffn = MoE(c) if is_moe(c, index) else FeedForward(c, c.ffn)
+
+    def forward(self, x: Tensor, positions: Tensor, r: Rotary, keep: Keep) -> tuple[Tensor, Tensor]:
+        x = x + self.attention(self.attention_norm(x), positions, r)
+        h = self.ffn_norm(x)
+        if isinstance(self.ffn, MoE):
+            y, aux = self.ffn(h, keep)
+            return x + y, aux
+        return x + self.ffn(h), torch.zeros((), device=x.device)
+
+
+class Decoder(Block):
+    """Batch -> Output."""
+
+    embedding: nn.Parameter
+    head: nn.Parameter
+
+    def __init__(self, c: ModelConfig, recompute: bool = False) -> None:
+        super().__init__()
+        self.c, self.recompute = c, recompute
+        self.param("embedding", vocab=c.vocab, dim=c.dim, std=c.init_std)
+        self.layers = nn.ModuleDict({str(i): Layer(c, i) for i in range(c.layers)})
+        self.norm = RMSNorm(c)
+        if not c.tied:
+            self.param("head", vocab=c.vocab, dim=c.dim, std=c.init_std)
+
+    def forward(self, batch: Batch) -> Output:
+        x = self.seams.lookup(self.embedding, batch.tokens)
+        r = rotary(batch.positions, self.c.head_dim, self.c.rope_base, x.dtype)
+        aux = torch.zeros((), device=x.device, requires_grad=True)
+        for layer in self.layers.values():
+            x, part = self._run(layer, x, batch.positions, r)
+            aux = aux + part
+        head = self.embedding if self.c.tied else self.head
+        return Output(self.seams.cross_entropy(self.norm(x), head, batch.targets), aux)
+
+    def _run(self, layer: nn.Module, x: Tensor, positions: Tensor, r: Rotary) -> tuple[Tensor, Tensor]:
+        if not self.recompute:
+            out: tuple[Tensor, Tensor] = layer(x, positions, r, decide)
+            return out
+        return recomputed(lambda x, keep: layer(x, positions, r, keep), x)
+
+
+def is_moe(c: ModelConfig, layer: int) -> bool:
+    return c.experts > 0 and layer >= c.dense_layers
+
+
+def specs(model: nn.Module) -> dict[str, Spec]:
+    """Declarations of all parameters by full name, in the order of definition."""
+    return {
+        f"{path}.{name}".lstrip("."): spec
+        for path, module in model.named_modules()
+        if isinstance(module, Block)
+        for name, spec in module.specs.items()
+    }
+
+
+def active_parameters(c: ModelConfig, declared: dict[str, Spec]) -> int:
+    """Parameters that one token meets: all, less the routed experts that it is not sent to."""
+    idle = sum(s.numel * (c.experts - c.top_k) // c.experts for s in declared.values() if "expert" in s.dims)
+    return sum(s.numel for s in declared.values()) - idle

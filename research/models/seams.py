@@ -1,0 +1,118 @@
+"""The places where a model may need other ranks. Here: one device, no communication.
+
+An axis supplies its own version of a seam (`claim`) or wraps whoever owns it (`wrap`); a model only ever calls the
+attribute. A seam holds the communication *and* the product beside it, so that the two can overlap.
+
+B batch, S local sequence, D model, H heads, G kv heads, h head dim, V vocabulary, E experts, K top-k, T = B*S tokens
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from research.models.kernels import Products, causal_attention, permute
+
+Routed = Callable[[Tensor, Tensor], Tensor]  # rows (N, D) sorted by expert, counts (E,) -> (N, D)
+Seam = Callable[..., object]
+
+
+def lookup(weight: Tensor, tokens: Tensor) -> Tensor:
+    """(V, D), (B, S) -> (B, S, D)"""
+    return F.embedding(tokens, weight)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+    """(B, S, H, h), twice (B, S, G, h), (B, S) -> (B, S, H, h); a token sees positions up to its own."""
+    return causal_attention(q, k, v)
+
+
+def experts(
+    x: Tensor, ids: Tensor, weights: Tensor, n_experts: int, routed: Routed, shared: Callable[[], Tensor | None]
+) -> tuple[Tensor, Tensor | None]:
+    """x (T, D), ids and weights (T, K) -> weighted sum of the chosen experts (T, D), and what `shared()` returns."""
+    rows, counts, order = sort_by_expert(x, ids, n_experts)
+    y = routed(rows, counts)
+    return combine(y, order, weights), shared()
+
+
+def sort_by_expert(x: Tensor, ids: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """x (T, D), ids (T, K) -> rows (T*K, D) in expert order, rows per expert (E,), the order (T*K,)."""
+    order = ids.flatten().argsort(stable=True)
+    rows = permute(x, order // ids.shape[1], inverse(order), copies=ids.shape[1])
+    return rows, count(ids, n_experts), order
+
+
+def combine(y: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+    """Undo `sort_by_expert`: y (T*K, D), weights (T, K) -> (T, D), the weighted sum over K."""
+    y = permute(y, inverse(order), order, copies=1).unflatten(0, weights.shape)
+    return torch.einsum("tkd,tk->td", y, weights.to(y.dtype))
+
+
+def inverse(order: Tensor) -> Tensor:
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
+def cross_entropy(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+    """(B, S, D), (V, D), (B, S) -> sum over counted tokens (targets >= 0), nats; logits in float32 at least."""
+    logits = F.linear(x, head).flatten(0, 1)
+    logits = logits.float() if logits.dtype == torch.bfloat16 else logits
+    return F.cross_entropy(logits, targets.flatten(), ignore_index=-100, reduction="sum")
+
+
+def count(ids: Tensor, n_experts: int) -> Tensor:
+    """ids (T, K) -> how often each expert was chosen (E,), over the global microbatch."""
+    return torch.zeros(n_experts, dtype=torch.int64, device=ids.device).scatter_add_(
+        0, ids.flatten(), torch.ones_like(ids.flatten())
+    )
+
+
+@dataclass(frozen=True)
+class Seams:
+    """What a model calls. `products` are the matrix products of column, row and the experts."""
+
+    products: Products
+    column: Callable[..., list[Tensor]]  # x (B, S, D), weights (O, D) -> one (B, S', O/tp) each
+    row: Callable[[Tensor, Tensor], Tensor]  # x (B, S', I/tp), weight (D, I/tp) -> (B, S, D)
+    lookup: Callable[[Tensor, Tensor], Tensor] = lookup
+    attend: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = attend
+    experts: Callable[..., tuple[Tensor, Tensor | None]] = experts
+    cross_entropy: Callable[[Tensor, Tensor, Tensor], Tensor] = cross_entropy
+    count: Callable[[Tensor, int], Tensor] = count
+
+
+def one_device(products: Products) -> Seams:
+    def column(x: Tensor, *weights: Tensor) -> list[Tensor]:
+        return [products.linear(x, w) for w in weights]
+
+    return Seams(products, column, products.linear)
+
+
+def wire(
+    seams: Seams, claims: Mapping[str, Mapping[str, Seam]], wraps: Sequence[Mapping[str, Callable[[Seam], Seam]]] = ()
+) -> Seams:
+    """Give each claimed seam to its one owner ({owner: {seam: function}}), then wrap in order.
+
+    Raises ValueError where two owners claim one seam, or where no seam has that name.
+    """
+    known = {f.name for f in dataclasses.fields(Seams)} - {"products"}
+    owners: dict[str, str] = {}
+    for owner, functions in claims.items():
+        for name in functions:
+            if name not in known:
+                raise ValueError(f"{owner} claims seam {name!r}; legal: {', '.join(sorted(known))}")
+            if name in owners:
+                raise ValueError(f"seam {name!r} is claimed by both {owners[name]} and {owner}")
+            owners[name] = owner
+        seams = _with(seams, functions)
+    for wrap in wraps:
+        seams = _with(seams, {name: w(getattr(seams, name)) for name, w in wrap.items()})
+    return seams
+
+
+def _with(seams: Seams, functions: Mapping[str, Any]) -> Seams:
+    return dataclasses.replace(seams, **functions)

@@ -1,0 +1,45 @@
+"""What an axis is, and the list of those that exist. Each axis is one folder beside this file."""
+
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+from research.config import Problem, RunConfig
+from research.mesh import Mesh
+from research.models.batch import Batch
+from research.models.seams import Seam
+from research.parallel.dp import DataParallel
+
+
+class Axis(Protocol):
+    """One parallel axis. A model never sees it: it splits logical dims, supplies seams and cuts the batch."""
+
+    name: str
+    splits: Mapping[str, str]  # logical dim -> mesh axis
+
+    def problems(self, config: RunConfig) -> Iterator[Problem]:
+        """What this axis cannot do, before any process starts."""
+        ...
+
+    def seams(self, config: RunConfig, mesh: Mesh) -> Mapping[str, Seam]:
+        """The seams that this axis owns."""
+        ...
+
+    def cut_batch(self, batch: Batch, mesh: Mesh) -> Batch:
+        """This rank's part of a batch that is whole along this axis."""
+        ...
+
+
+AXES: tuple[Axis, ...] = (DataParallel(),)
+
+
+def problems(config: RunConfig) -> Iterator[Problem]:
+    """Problems of every axis, in the order of the registry."""
+    for axis in AXES:
+        yield from axis.problems(config)
+
+
+def cut_batch(batch: Batch, mesh: Mesh) -> Batch:
+    """This rank's part of a global microbatch."""
+    for axis in AXES:
+        batch = axis.cut_batch(batch, mesh)
+    return batch

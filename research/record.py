@@ -1,0 +1,128 @@
+"""One row per run: written whole or not at all, loaded strictly, selected by plain attributes."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
+
+from research.config import RunConfig, Scalar, to_mapping
+
+Kind = Literal["measured", "dry", "simulated"]
+
+# Sections that say where and how a run is recorded and started, not what is computed.
+NOT_IDENTITY = ("record", "launch")
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What the run ran on."""
+
+    device: str
+    ranks: int
+    nodes: int
+    threads: int  # CPU threads of one rank
+    torch: str
+    python: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """All that a table, a plot or a rerun needs of one run."""
+
+    run_id: str
+    kind: Kind
+    ablation: str
+    arm: str
+    seed: int
+    started: str  # UTC, ISO 8601
+    commit: str  # "" outside a git checkout
+    dirty: bool
+    config: dict[str, dict[str, Scalar]]
+    hardware: Hardware
+    parameters: int
+    active_parameters: int  # those that one token meets
+    unigram_entropy: float  # of the corpus, nats per token
+    loss: float  # cross-entropy of the last step, nats per counted token
+    losses: list[float]  # of every step
+    grad_norms: list[float]  # before clipping
+    skipped_steps: int
+    tokens: int  # trained on; each once, whatever the layout
+    tokens_per_s: float  # warm-up steps left out
+    step_ms: float  # median, warm-up steps left out
+    step_ms_iqr: float  # interquartile range
+    wall_s: float
+    state_bytes: dict[str, int]  # parameters, master, gradients, optimizer: largest over ranks
+    comm_bytes: dict[str, dict[str, float]]  # axis -> purpose/op/phase -> bytes a rank receives in one step, largest
+    comm_wait_ms: dict[str, float] = field(default_factory=dict)  # axis -> time a rank waits in one step, largest
+
+
+def config_hash(config: Mapping[str, Mapping[str, Scalar]]) -> str:
+    """Eight hex digits that change when what is computed changes."""
+    what = {k: v for k, v in config.items() if k not in NOT_IDENTITY}
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def run_id(config: RunConfig) -> str:
+    """The same for the same ablation, arm and config: an arm is done when its row is there."""
+    names = [n for n in (config.record.ablation, config.record.arm) if n] or ["run"]
+    return "-".join([*names, f"s{config.train.seed}", config_hash(to_mapping(config))])
+
+
+def row_path(folder: str | Path, identity: str) -> Path:
+    return Path(folder) / "rows" / f"{identity}.json"
+
+
+def write(row: Row, folder: str | Path) -> Path:
+    """Write `FOLDER/rows/<run_id>.json`, replacing an earlier row of that run in one step."""
+    path = row_path(folder, row.run_id)
+    write_atomically(path, json.dumps(dataclasses.asdict(row), indent=1).encode())
+    return path
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """A reader sees the old file or the whole new one, after a crash too."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        try:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+            Path(file.name).chmod(0o644)
+            Path(file.name).replace(path)
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)
+            raise
+
+
+def read(path: str | Path) -> Row:
+    """One row. Raises ValueError naming the file and the fields that do not fit."""
+    try:
+        tree = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no row: {error}") from error
+    _require_fields(Row, tree, path)
+    _require_fields(Hardware, tree["hardware"], path)
+    return Row(**tree | {"hardware": Hardware(**tree["hardware"])})
+
+
+def load(folder: str | Path) -> list[Row]:
+    """All rows of a results folder, by run_id."""
+    return [read(p) for p in sorted((Path(folder) / "rows").glob("*.json"))]
+
+
+def select(rows: Iterable[Row], **wanted: object) -> Iterator[Row]:
+    """Rows whose attributes equal `wanted`: `select(rows, ablation="quickstart", kind="measured")`."""
+    return (r for r in rows if all(getattr(r, k) == v for k, v in wanted.items()))
+
+
+def _require_fields(kind: type, tree: Any, path: str | Path) -> None:
+    names = set(get_type_hints(kind))
+    if not isinstance(tree, dict) or set(tree) != names:
+        got = set(tree) if isinstance(tree, dict) else set()
+        missing, extra = sorted(names - got), sorted(got - names)
+        raise ValueError(f"{path} is no {kind.__name__}: missing {missing}, unknown {extra}")

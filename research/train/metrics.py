@@ -1,0 +1,107 @@
+"""From the steps of a run to its row."""
+
+import platform
+import statistics
+import subprocess
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from research import comm
+from research.config import to_mapping
+from research.launch.process import Place, threads
+from research.models.decoder import active_parameters
+from research.record import Hardware, Row, run_id
+from research.train.loop import Step, Trainer
+
+K = TypeVar("K")
+V = TypeVar("V", int, float)
+
+
+def make_row(
+    trainer: Trainer, place: Place, steps: Sequence[Step], unigram_entropy: float, started: datetime
+) -> Row:
+    """The row of a finished run, the same on every rank. Every rank must call it."""
+    config, built, ledger = trainer.config, trainer.built, trainer.mesh.ledger
+    mine = (
+        trainer.storage.state_bytes(),
+        {(k.axis, f"{k.purpose}/{k.op}/{k.phase}"): float(v / len(steps)) for k, v in ledger.bytes.items()},
+        {axis: ms / len(steps) for axis, ms in ledger.wait_ms().items()},
+    )
+    states, sent, waits = zip(*comm.gather_objects(mine, trainer.world), strict=True)
+    comm_bytes: dict[str, dict[str, float]] = {}
+    for (axis, label), value in _largest(sent).items():
+        comm_bytes.setdefault(axis, {})[label] = value
+    timed = steps[min(config.record.warmup_steps, len(steps) - 1) :]
+    step_ms = [s.ms for s in timed]
+    commit, dirty = code_version()
+    return Row(
+        run_id=run_id(config),
+        kind="measured",
+        ablation=config.record.ablation,
+        arm=config.record.arm,
+        seed=config.train.seed,
+        started=started.isoformat(timespec="seconds"),
+        commit=commit,
+        dirty=dirty,
+        config=to_mapping(config),
+        hardware=hardware(trainer.device, place, threads(place, config.launch)),
+        parameters=sum(s.numel for s in built.specs.values()),
+        active_parameters=active_parameters(config.model, built.specs),
+        unigram_entropy=unigram_entropy,
+        loss=steps[-1].loss,
+        losses=[s.loss for s in steps],
+        grad_norms=[s.norm for s in steps],
+        skipped_steps=sum(s.skipped for s in steps),
+        tokens=sum(s.tokens for s in steps),
+        tokens_per_s=sum(s.tokens for s in timed) / sum(step_ms) * 1e3,
+        step_ms=statistics.median(step_ms),
+        step_ms_iqr=_iqr(step_ms),
+        wall_s=(datetime.now(UTC) - started).total_seconds(),
+        state_bytes=_largest(states),
+        comm_bytes=comm_bytes,
+        comm_wait_ms=_largest(waits),
+    )
+
+
+def _largest(of_ranks: Sequence[dict[K, V]]) -> dict[K, V]:
+    """Largest value of each key over ranks."""
+    keys = sorted({k for d in of_ranks for k in d}, key=str)
+    return {k: max(d[k] for d in of_ranks if k in d) for k in keys}
+
+
+def _iqr(values: Sequence[float]) -> float:
+    if len(values) < 2:
+        return 0.0
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return high - low
+
+
+def hardware(device: torch.device, place: Place, threads: int) -> Hardware:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+    return Hardware(name, place.world, place.nodes, threads, torch.__version__, platform.python_version())
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def code_version() -> tuple[str, bool]:
+    """Commit of this code and whether files differ from it; "" and False outside a git checkout."""
+    folder = Path(__file__).parent
+    try:
+        commit, status = (
+            subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True, timeout=10).stdout
+            for words in (("rev-parse", "--short=12", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
+        )
+    except (OSError, subprocess.SubprocessError):
+        return "", False
+    return commit.strip(), bool(status.strip())

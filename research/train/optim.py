@@ -1,0 +1,35 @@
+"""AdamW and the learning rate of each step as closed formulas."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from research.config import TrainConfig
+
+
+def adamw(config: TrainConfig, parameters: Sequence[tuple[Tensor, bool]]) -> torch.optim.AdamW:
+    """AdamW (Loshchilov and Hutter 2019, algorithm 2), fused, over (tensor, whether it decays)."""
+    groups = [
+        {"params": [t for t, decays in parameters if decays], "weight_decay": config.weight_decay},
+        {"params": [t for t, decays in parameters if not decays], "weight_decay": 0.0},
+    ]
+    betas = (config.beta1, config.beta2)
+    return torch.optim.AdamW([g for g in groups if g["params"]], config.lr, betas, config.adam_eps, fused=True)
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """Of the optimizer step with this 0-based index: linear warm-up to `lr` at step `warmup_steps - 1`, then `cosine`
+    (Loshchilov and Hutter 2017, eq. 5) or stable and linear (`wsd`, Hu et al. 2024, eq. 1) down to `min_lr_ratio` at
+    the last step."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    first = config.warmup_steps
+    if config.schedule == "wsd":
+        first = max(first, config.steps - round(config.decay_share * config.steps))
+    done = (step + 1 - first) / max(config.steps - first, 1)
+    if done <= 0:
+        return config.lr
+    left = 0.5 * (1 + math.cos(math.pi * done)) if config.schedule == "cosine" else 1 - done
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * left)

@@ -1,0 +1,164 @@
+"""Unsharded storage: every rank keeps its whole box of each parameter, its gradient and its optimizer state.
+
+Gradients of all microbatches add up in flat buckets of float32 (float64 in a float64 run). In the last backward a
+bucket is summed over its replicas as soon as it is complete, beside the rest of the backward.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from research import comm
+from research.build import DTYPES, Built
+from research.config import TrainConfig
+from research.mesh import Box, Group
+from research.train.optim import adamw
+
+
+@dataclass
+class Bucket:
+    """Parameters whose gradients travel together: one flat buffer, one group."""
+
+    group: Group
+    names: list[str]
+    flat: Tensor
+    missing: int = 0  # parameters whose gradient the last backward has not reached yet
+    pending: comm.Pending | None = None
+
+
+@dataclass
+class Held:
+    """One parameter on this rank. `master` is what the optimizer steps; it is `used` itself where dtypes agree."""
+
+    name: str
+    used: nn.Parameter
+    master: Tensor
+    grad: Tensor  # a view of its bucket
+    bucket: Bucket = field(repr=False)
+
+
+class Storage:
+    def __init__(self, built: Built, config: TrainConfig, device: torch.device) -> None:
+        self.built, self.config, self.device = built, config, device
+        self.grad_dtype = torch.float64 if config.dtype == "float64" else torch.float32
+        self.buckets: list[Bucket] = []
+        self.held: dict[str, Held] = {}
+        self._last = False
+        self._fill_buckets()
+        self.optimizer = adamw(config, [(h.master, built.specs[h.name].decays) for h in self.held.values()])
+
+    def _fill_buckets(self) -> None:
+        """In reverse order of definition, as backward meets them. The order is the same on every rank."""
+        parameters = dict(self.built.model.named_parameters())
+        limit = self.config.bucket_mib * 2**20
+        plans: dict[tuple[int, ...], list[list[str]]] = {}
+        sizes: dict[tuple[int, ...], float] = {}
+        ordered: list[list[str]] = []
+        for name in reversed(parameters):
+            ranks = self.built.replicas[name].ranks
+            nbytes = parameters[name].numel() * self.grad_dtype.itemsize
+            if ranks not in plans or sizes[ranks] + nbytes > limit:
+                plans.setdefault(ranks, []).append([])
+                ordered.append(plans[ranks][-1])
+                sizes[ranks] = 0
+            plans[ranks][-1].append(name)
+            sizes[ranks] += nbytes
+        for names in ordered:
+            total = sum(parameters[n].numel() for n in names)
+            flat = torch.zeros(total, dtype=self.grad_dtype, device=self.device)
+            bucket = Bucket(self.built.replicas[names[0]], names, flat)
+            self.buckets.append(bucket)
+            views = flat.split([parameters[n].numel() for n in names])
+            for name, view in zip(names, views, strict=True):
+                self._hold(name, parameters[name], view.view_as(parameters[name]), bucket)
+
+    def _hold(self, name: str, used: nn.Parameter, grad: Tensor, bucket: Bucket) -> None:
+        master = used.detach()
+        dtype = DTYPES[self.config.dtype]
+        if used.dtype != dtype and not self.built.specs[name].keep_float32:
+            used.data = master.to(dtype)
+        held = Held(name, used, master, grad, bucket)
+        self.held[name] = held
+        used.register_post_accumulate_grad_hook(lambda p: self._accumulate(held))
+
+    def begin_backward(self, last: bool) -> None:
+        """Called before each microbatch's backward; `last` ones are followed by the reduction."""
+        self._last = last
+        if last:
+            for bucket in self.buckets:
+                bucket.missing = len(bucket.names)
+
+    def _accumulate(self, held: Held) -> None:
+        """A gradient has arrived: add it up in the gradient's dtype, and start its bucket if it was the last one."""
+        assert held.used.grad is not None
+        held.grad.add_(held.used.grad)
+        held.used.grad = None
+        if self._last:
+            held.bucket.missing -= 1
+            self._start_complete()
+
+    def _start_complete(self, force: bool = False) -> None:
+        """Start buckets in their own order, whichever completes first: ranks must issue the same sequence."""
+        for bucket in self.buckets:
+            if bucket.pending is None:
+                if bucket.missing and not force:
+                    return
+                bucket.pending = comm.start_all_reduce(bucket.flat, bucket.group, "gradients")
+
+    def finish_backward(self) -> None:
+        """Wait until every gradient is the sum over its replicas; those that no backward reached travel as zeros."""
+        self._start_complete(force=True)
+        for bucket in self.buckets:
+            assert bucket.pending is not None
+            bucket.pending.wait()
+            bucket.pending = None
+
+    def gradients(self) -> Iterator[tuple[str, Box, Tensor]]:
+        """Full name, box and local gradient of each parameter, after the reduction and before clipping."""
+        return ((n, self.built.layouts[n].box(self.built.mesh.at), h.grad) for n, h in self.held.items())
+
+    def weights(self) -> Iterator[tuple[str, Box, Tensor]]:
+        """Full name, box and local master weight of each parameter."""
+        return ((n, self.built.layouts[n].box(self.built.mesh.at), h.master) for n, h in self.held.items())
+
+    def norm(self) -> Tensor:
+        """Global gradient norm: each box counts on the first rank that holds it."""
+        square = torch.zeros((), dtype=self.grad_dtype, device=self.device)
+        for bucket in self.buckets:
+            if bucket.group.rank == 0:
+                square += bucket.flat.square().sum()
+        return comm.all_reduce_(square, self.built.mesh.group("world"), "gradient norm").sqrt()
+
+    def step(self, lr: float, norm: Tensor, finite: Tensor) -> None:
+        """Clip, step where `finite` (decided on the device, so that the host need not wait), and clear gradients."""
+        if self.config.clip > 0:
+            scale = (self.config.clip / norm).clamp(max=1.0)
+            for bucket in self.buckets:
+                bucket.flat.mul_(scale)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        for held in self.held.values():
+            held.master.grad = held.grad
+        self.optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]  # read by the fused kernel
+        self.optimizer.step()
+        for held in self.held.values():
+            if held.used.dtype != held.master.dtype:
+                held.used.data.copy_(held.master)
+        for bucket in self.buckets:
+            bucket.flat.zero_()
+
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes of this rank's training state by category."""
+        held = self.held.values()
+        apart = [h for h in held if h.used.data_ptr() != h.master.data_ptr()]
+        moments = (t for state in self.optimizer.state.values() for t in state.values())
+        return {
+            "parameters": sum(h.used.nbytes for h in held),
+            "master": sum(h.master.nbytes for h in apart),
+            "gradients": sum(b.flat.nbytes for b in self.buckets),
+            "optimizer": sum(t.nbytes for t in moments if isinstance(t, Tensor) and t.dim()),
+        }
+
+

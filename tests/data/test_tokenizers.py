@@ -1,0 +1,91 @@
+"""Both tokenizers spell every text, and training can be repeated."""
+
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+
+from research.data.tokenizers import Bpe, Bytes, Tokenizer
+
+TRAINED_ON = [
+    "the cat sat on the mat, the cat ate the rat\n" * 20,
+    "def function(value):\n    return value + 1\n" * 20,
+    "",
+]
+TEXTS = [
+    "",
+    "\x00",
+    "a\x00b",
+    " ",
+    "\n\n  \t\r\n",
+    " leading and trailing ",
+    "the cat",
+    "na\u00efve \u4f60\u597d \u0e17\u0e35\u0e48 e\u0301",
+    "\U0001f600\U0001f468\u200d\U0001f469\u200d\U0001f467",
+    "\ufeffbom \ufffd \U0010ffff",
+    "<|end|><|endoftext|></s>[UNK]",
+    "\u0120 \u010a: letters that stand for bytes inside the library",
+]
+
+
+@pytest.fixture(scope="module", params=["bytes", "bpe"])
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    return Bytes() if request.param == "bytes" else Bpe.train(TRAINED_ON, 280)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_round_trip(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text)
+    assert ids.ndim == 1 and ids.dtype == "uint32"
+    assert (ids < tokenizer.vocab_size).all() and tokenizer.end not in ids
+    assert tokenizer.decode(ids.tolist()) == text
+    assert tokenizer.decode([*ids.tolist(), tokenizer.end]) == text
+
+
+def test_round_trip_of_random_characters(tokenizer: Tokenizer) -> None:
+    draw = random.Random(0)
+    characters = [*range(0xD800), *range(0xE000, 0x110000)]  # all but surrogates, which are no text
+    for _ in range(200):
+        text = "".join(chr(draw.choice(characters) if draw.random() < 0.5 else draw.randrange(128)) for _ in range(50))
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids.tolist()) == text and tokenizer.end not in ids
+
+
+def test_a_character_cut_in_two_does_not_raise(tokenizer: Tokenizer) -> None:
+    assert tokenizer.decode(tokenizer.encode("a\U0001f600")[:3].tolist()) == "a\ufffd"
+
+
+def test_bytes_are_their_ids() -> None:
+    assert Bytes().encode("A\u00e9").tolist() == [65, 0xC3, 0xA9]
+    assert (Bytes.end, Bytes.vocab_size) == (245, 246)
+
+
+def test_bpe_uses_what_it_is_given() -> None:
+    bpe = Bpe.train(TRAINED_ON, 280)
+    assert (bpe.vocab_size, bpe.end) == (280, 279)
+    assert len(bpe.encode("the cat sat")) < 6
+    least = Bpe.train(["ab"], 4096)
+    assert least.end == least.vocab_size - 1 and 257 <= least.vocab_size < 262
+
+
+def test_bpe_training_repeats_and_is_kept_in_json(tmp_path: Path) -> None:
+    bpe = Bpe.train(TRAINED_ON, 280)
+    assert Bpe.train(TRAINED_ON, 280).to_json() == bpe.to_json()
+    (tmp_path / "bpe.json").write_text(bpe.to_json(), encoding="utf-8")
+    again = Bpe.load(tmp_path / "bpe.json")
+    assert (again.vocab_size, again.end) == (bpe.vocab_size, bpe.end)
+    assert all(again.encode(text).tolist() == bpe.encode(text).tolist() for text in TEXTS)
+
+
+def test_a_fork_after_training_can_use_and_train(capfd: pytest.CaptureFixture[str]) -> None:
+    """The pool of threads that training leaves behind does not exist in a forked rank."""
+    bpe = Bpe.train(TRAINED_ON, 280)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)  # a deadlock ends here
+        same = Bpe.train(TRAINED_ON, 280).encode("the cat").tolist() == bpe.encode("the cat").tolist()
+        os._exit(0 if same else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert capfd.readouterr().err == ""

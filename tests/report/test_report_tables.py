@@ -1,0 +1,161 @@
+"""The table says what the rows say, in the same bytes every time, and hides nothing."""
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+
+from research.record import Row
+from research.report.lines import arm_of, layout, lines, ratio
+from research.report.tables import frame, markdown, wire_frame
+
+ORDER = ["one", "dp2", "dp4"]
+
+
+def cells(page: str, name: str) -> dict[str, str]:
+    """Header -> cell of the line called `name` in the first table of a page."""
+    table = [[c.strip() for c in t.strip("|").split("|")] for t in page.splitlines() if t.startswith("|")]
+    line = next(t for t in table if t[0] == name)
+    return dict(zip(table[0], line, strict=True))
+
+
+def notes(page: str) -> list[str]:
+    return [t.removeprefix("- ") for t in page.splitlines() if t.startswith("- ")]
+
+
+def test_same_rows_same_bytes(rows, make_row):
+    rows = [*rows, make_row("dp2", dp=2, seed=1), make_row("extra", dp=2), make_row("dp4", dp=4, kind="dry")]
+    for order in (None, ORDER):
+        pages = {markdown(p, "axes", order) for p in itertools.permutations(rows[:4] + rows[-1:])}
+        assert len(pages) == 1
+    assert frame(rows, ORDER).equals(frame(rows[::-1], ORDER))
+
+
+def test_arms_come_as_ordered_and_the_first_is_the_baseline(rows):
+    assert [line.name for line in lines(rows, ["dp4", "one", "dp2"])] == ["dp4", "one", "dp2"]
+    assert [line.name for line in lines(rows)] == ORDER  # from few ranks to many
+    page = markdown(rows, "axes", ["dp2", "one", "dp4"])
+    assert [cells(page, arm)["over dp2"] for arm in ORDER] == ["0.55×", "1.00×", "1.38×"]
+    assert cells(markdown(rows, "axes", ORDER), "dp2")["over one"] == "1.81×"
+
+
+def test_values_have_readable_units(rows):
+    line = cells(markdown(rows, "axes", ORDER), "dp2")
+    assert line["state (MiB)"] == "2.00"  # parameters and gradients of 1 MiB each
+    assert line["received (MiB)"] == "1.00"
+    assert line["step (ms)"] == "141"
+    assert line["unigram entropy (nats)"] == "3.2500"
+    page = markdown(rows, "axes", ORDER)
+    assert "Parameters: 250 k." in page and "Tokens trained on: 30.7 k." in page
+    assert "Commit: 0123abc." in page and "Hardware: synthetic, 1 node, 1 thread a rank" in page
+    assert "Lines differ in: dp.degree." in page
+
+
+def test_best_is_bold_and_equals_are_not(rows):
+    page = markdown(rows, "axes", ORDER)
+    assert [cells(page, arm)["tokens/s"] for arm in ORDER] == ["1,000", "1,810", "**2,500**"]
+    assert cells(page, "dp4")["step (ms)"] == "**102**"
+    assert all("*" not in cells(page, arm)["loss (nats)"] for arm in ORDER)  # equal to what is shown
+
+
+def test_wanted_arms_without_a_row_are_named(rows):
+    page = markdown(rows, "axes", [*ORDER, "dp8", "tp2"])
+    missing = [n for n in notes(page) if "no row" in n]
+    assert missing == ["dp8: wanted, but there is no row.", "tp2: wanted, but there is no row."]
+    assert not any("no row" in n for n in notes(markdown(rows, "axes", ORDER)))
+    assert "dp4: has rows, but is no arm of this ablation." in notes(markdown(rows, "axes", ["one", "dp2"]))
+
+
+def test_without_its_baseline_a_table_has_no_ratios(rows):
+    page = markdown(rows[1:], "axes", ORDER)
+    assert cells(page, "dp2")["over one"] == cells(page, "dp4")["over one"] == "–"
+    assert any(n.startswith("No ratio where one") for n in notes(page))
+
+
+def test_seeds_are_averaged_with_their_spread(rows, make_row):
+    rates = {0: 1000.0, 1: 1100.0, 2: 1200.0}
+    seeds = [make_row("one", seed=s, noise=0.1 * s, tokens_per_s=rate) for s, rate in rates.items()]
+    page = markdown([*seeds, *rows[1:]], "axes", ORDER)
+    line = cells(page, "one")
+    assert line["seeds"] == "3"
+    assert line["tokens/s"] == "1,100 ± 100"
+    assert line["loss (nats)"] == f"{seeds[1].loss:.4f} ± 0.1000"
+    assert line["step (ms)"] == "250"  # the same in all three
+    assert cells(page, "dp2")["over one"] == "1.65×"  # 1810 / 1100
+    assert any("±" in n for n in notes(page)) and not any("±" in n for n in notes(markdown(rows, "axes")))
+
+
+def test_kinds_are_marked_and_never_compared(rows, make_row):
+    dry = make_row("dp4", dp=4, kind="dry", run_id="d", losses=[], loss=math.nan, tokens_per_s=9000.0)
+    page = markdown([*rows, dry], "axes", ORDER)
+    assert cells(page, "dp4 (1)")["kind"] == "measured" and cells(page, "dp4 (2)")["kind"] == "dry"
+    assert cells(page, "dp4 (2)")["over one"] == "–"
+    assert cells(page, "dp4 (1)")["tokens/s"] == "**2,500**"
+    assert cells(page, "dp4 (2)")["tokens/s"] == "9,000"
+    assert "dp4 (1), dp4 (2): lines of one arm that differ in kind." in notes(page)
+
+
+def test_rows_of_one_arm_with_other_configs_are_not_averaged(rows, make_row):
+    longer = make_row("dp2", dp=2, seed=1, steps=60)
+    page = markdown([*rows, longer], "axes", ORDER)
+    assert cells(page, "dp2 (1)")["seeds"] == cells(page, "dp2 (2)")["seeds"] == "1"
+    assert "dp2 (1), dp2 (2): lines of one arm that differ in train.steps." in notes(page)
+
+
+def test_a_ratio_needs_the_same_device(rows):
+    other = dataclasses.replace(rows[1], hardware=dataclasses.replace(rows[1].hardware, device="another"))
+    found = lines([rows[0], other], ORDER)
+    assert ratio(found[1], "one", found) is None
+    assert "another, 1 node" in markdown([rows[0], other], "axes", ORDER)
+
+
+def test_a_ratio_needs_one_baseline(rows, make_row):
+    found = lines([*rows, make_row("one", seed=1, steps=60)], ORDER)
+    assert [ratio(line, "one", found) for line in found] == [None] * 4
+
+
+def test_skipped_steps_and_local_changes_are_told(rows, make_row):
+    page = markdown([rows[0], make_row("dp2", dp=2, skipped_steps=3, dirty=True)], "axes")
+    assert "dp2: 3 steps skipped as not finite." in notes(page)
+    assert "0123abc with local changes (dp2)" in page
+
+
+def test_traffic_by_axis_and_label(rows, make_row):
+    traffic = wire_frame(rows, ORDER)
+    assert traffic.loc[("dp", "gradients/all_reduce/backward"), "dp2"] == 1048576
+    assert math.isnan(traffic.loc[("dp", "loss/all_reduce/forward"), "one"])
+    page = markdown(rows, "axes", ORDER)
+    assert "| dp     | loss/all_reduce/forward       | 0.000488 | 0.000488 |" in page
+    assert "Nothing crossed between ranks." in markdown([make_row("one")], "axes")
+
+
+def test_frame_adds_up_axes(make_row):
+    comm = {"tp": {"activations/all_gather/forward": 30.0}, "dp": {"a": 1.0, "b": 2.0}}
+    table = frame([make_row("x", comm_bytes=comm), make_row("y")]).set_index("arm")
+    assert table.loc["x", ["wire_bytes_dp", "wire_bytes_tp", "wire_bytes"]].tolist() == [3.0, 30.0, 33.0]
+    assert table.loc["y", "wire_bytes"] == 0
+    assert table.loc["x", "state_bytes"] == 2 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"dp": {"degree": 1}}, "one process"),
+        ({}, "one process"),
+        ({"dp": {"degree": 4}}, "dp4"),
+        ({"tp": {"degree": 2}, "pp": {"degree": 3}, "ep": {"degree": 2, "tensor": 2}}, "pp3 tp2 ep2 etp2"),
+    ],
+)
+def test_layout(make_row, config, text):
+    assert layout(make_row("x", config=config)) == text
+
+
+def test_a_run_by_itself_goes_by_its_id(make_row):
+    assert arm_of(make_row("", run_id="run-s0-0123abcd")) == "run-s0-0123abcd"
+
+
+def test_no_rows_is_an_error():
+    empty: list[Row] = []
+    with pytest.raises(ValueError, match="no rows"):
+        markdown(empty, "axes", ORDER)
