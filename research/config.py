@@ -277,23 +277,37 @@ def _flatten(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield full, value
 
 
+def read_yaml(path: Path) -> tuple[dict[str, Any], list[Problem]]:
+    """The mapping that a YAML file holds, interpolations resolved, or what is wrong with the file."""
+    layer, _, problems = _file_layer(path)
+    try:
+        tree = OmegaConf.to_container(layer, resolve=True)
+    except OmegaConfBaseException as error:
+        return {}, [Problem(str(path), None, f"cannot be resolved: {str(error).splitlines()[0]}")]
+    assert isinstance(tree, dict)
+    return {str(k): v for k, v in tree.items()}, problems
+
+
+def _file_layer(path: Path) -> tuple[DictConfig, dict[str, str], list[Problem]]:
+    """What a YAML file gives, and the text that each of its leaves was written as."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        tree = OmegaConf.create(text) if text.strip() else OmegaConf.create()
+        if not isinstance(tree, DictConfig):
+            raise ValueError("the file holds no `section:` mapping")
+        raw = {k: v for k, v in _flatten(yaml.load(text, yaml.BaseLoader) or {}) if isinstance(v, str)}
+        return tree, raw, []
+    except FileNotFoundError:
+        problem = Problem(str(path), None, "does not exist", _files_beside(path))
+    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
+        problem = Problem(str(path), None, f"cannot be read: {' '.join(str(error).split())}")
+    return OmegaConf.create(), {}, [problem]
+
+
 def _read(path: str | Path | None, words: Sequence[str]) -> tuple[dict[str, Any], dict[str, str], list[Problem]]:
     """Merge file and words. Returns values, the text that each was written as, and problems."""
-    problems: list[Problem] = []
-    layers: list[DictConfig | ListConfig] = [OmegaConf.create()]
-    raw: dict[str, str] = {}
-    if path is not None:
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-            tree = OmegaConf.create(text) if text.strip() else OmegaConf.create()
-            if not OmegaConf.is_dict(tree):
-                raise ValueError("the file holds no `section:` mapping")
-            layers.append(tree)
-            raw |= {k: v for k, v in _flatten(yaml.load(text, yaml.BaseLoader) or {}) if isinstance(v, str)}
-        except FileNotFoundError:
-            problems.append(Problem(str(path), None, "does not exist", _configs_beside(Path(path))))
-        except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
-            problems.append(Problem(str(path), None, f"cannot be read: {' '.join(str(error).split())}"))
+    layer, raw, problems = _file_layer(Path(path)) if path is not None else (OmegaConf.create(), {}, [])
+    layers: list[DictConfig | ListConfig] = [layer]
     for word in words:
         name, equals, value = word.partition("=")
         if not equals or not re.fullmatch(r"[a-z_0-9]+(\.[a-z_0-9]+)*", name):
@@ -314,8 +328,8 @@ def _read(path: str | Path | None, words: Sequence[str]) -> tuple[dict[str, Any]
     return dict(_flatten(merged)), raw, problems
 
 
-def _configs_beside(path: Path) -> str:
-    folder = path.parent if path.parent.is_dir() else Path("experiments/configs")
+def _files_beside(path: Path) -> str:
+    folder = path.parent if path.parent.is_dir() else Path("experiments/configs")  # of this checkout
     found = sorted(str(p) for p in folder.glob("*.yaml"))
     return ", ".join(difflib.get_close_matches(str(path), found, cutoff=0.3) or found)
 

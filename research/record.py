@@ -14,8 +14,8 @@ from research.config import RunConfig, Scalar, to_mapping
 
 Kind = Literal["measured", "dry", "simulated"]
 
-# Sections that say where and how a run is recorded and started, not what is computed.
-NOT_IDENTITY = ("record", "launch")
+# What says where and how a run is started and recorded, not what it computes.
+NOT_IDENTITY = ("record", "launch", "data.cache")
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,12 @@ class Row:
 
 def config_hash(config: Mapping[str, Mapping[str, Scalar]]) -> str:
     """Eight hex digits that change when what is computed changes."""
-    what = {k: v for k, v in config.items() if k not in NOT_IDENTITY}
+    what = {
+        f"{section}.{key}": value
+        for section, keys in config.items()
+        for key, value in keys.items()
+        if section not in NOT_IDENTITY and f"{section}.{key}" not in NOT_IDENTITY
+    }
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:8]
 
 

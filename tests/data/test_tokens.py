@@ -103,6 +103,7 @@ def test_where_documents_end_belongs_to_the_text(data: DataConfig, monkeypatch: 
     ("suffix", "keep"),  # how much of the file is left: None removes it
     [
         (".bin", -1),
+        (".bin", -2),
         (".bin", 0),
         (".bin", None),
         (".json", -1),
