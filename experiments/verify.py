@@ -9,34 +9,18 @@ gradient norm and the weights after the optimizer steps. Exit status 1 past the 
 import sys
 import tempfile
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
 from experiments.command import main, read_config
 from research import config as configs
-from research.config import RunConfig
 from research.launch.environment import Joined
-from research.launch.local import start
 from research.mesh import total_ranks
-from research.train.proof import TOLERANCE, Finding, compare, read_snapshot, reference_of, snapshot, worst_by_kind
+from research.train.proof import TOLERANCE, compare, reference_of, snapshots, worst_by_kind
 
 OFFENDERS = 8  # listed by name
-
-
-def findings_of(config: RunConfig, limit_s: float | None = None) -> list[Finding]:
-    """All findings of a layout, worst first; the ranks are started here."""
-    torch.set_num_threads(1)  # ranks are forked from this process
-    with tempfile.TemporaryDirectory() as name:
-        paths = []
-        for part, each in (("one", reference_of(config)), ("layout", config)):
-            folder = Path(name, part)
-            folder.mkdir()
-            paths.append(start(partial(snapshot, each, folder), total_ranks(each), each.launch, limit_s))
-        return compare(read_snapshot(paths[0][0]), (read_snapshot(p) for p in paths[1]))
 
 
 def verify(words: Sequence[str], where: Joined | None) -> int:
@@ -46,7 +30,9 @@ def verify(words: Sequence[str], where: Joined | None) -> int:
     if config.train.dtype != "float64":
         print(f"train.dtype={config.train.dtype}: the proof runs in float64")
         config = configs.replace(config, {"train.dtype": "float64"})
-    findings = findings_of(config)
+    with tempfile.TemporaryDirectory(prefix="verify-") as folder:
+        reference = next(snapshots(reference_of(config), Path(folder, "one")))
+        findings = compare(reference, snapshots(config, Path(folder, "layout")))
     table = Table("compared", "worst relative error", "where", "", title=f"{total_ranks(config)} ranks against one")
     for f in worst_by_kind(findings):
         table.add_row(f.what, f"{f.error:.1e}", f.name, "pass" if f.passed else "FAIL")

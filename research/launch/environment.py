@@ -22,11 +22,12 @@ class Joined:
 
 
 def joined(environment: Mapping[str, str] = os.environ) -> Joined | None:
-    """What torchrun (RANK, WORLD_SIZE, ..) or srun (SLURM_PROCID, SLURM_NTASKS, .. inside a step) says; None without
-    either. Raises ValueError where the launcher's variables are incomplete."""
+    """What torchrun (RANK, WORLD_SIZE, ..) or srun (SLURM_PROCID, SLURM_STEP_NUM_TASKS, .. inside a step) says; None
+    without either. A step of one task is a shell (salloc, srun --pty) or has nobody to join: None as well.
+    Raises ValueError where the launcher's variables are incomplete."""
     if "RANK" in environment and "WORLD_SIZE" in environment:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    elif "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment:
+    elif "SLURM_STEP_ID" in environment and environment.get("SLURM_STEP_NUM_TASKS") != "1":
         names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
     else:
         return None

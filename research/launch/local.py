@@ -121,13 +121,14 @@ def _collect(ranks: list[Any], pipes: list[Connection], limit_s: float | None) -
         failed = any(r.error is not None for r in reports.values())
         left = GRACE_S if failed else None if end is None else max(0.0, end - time.monotonic())
         open_pipes = {pipes[r]: r for r in range(len(ranks)) if r not in reports}
+        since = time.time()
         ready = wait(list(open_pipes), left)
         for pipe in ready:
             rank = open_pipes[pipe]  # type: ignore[index]
             try:
                 reports[rank] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
-            except EOFError:
-                reports[rank] = _Report(rank, time.time(), error=_obituary(ranks[rank]))
+            except EOFError:  # dead since the last look: before any rank that failed because of it
+                reports[rank] = _Report(rank, since, error=_obituary(ranks[rank]))
         if failed and not ready:
             break
         if not ready:

@@ -8,6 +8,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,8 +16,9 @@ from torch import Tensor
 
 from research.config import AXIS_SECTIONS, RunConfig
 from research.data.tokens import open_tokens
+from research.launch.local import start
 from research.launch.process import Place
-from research.mesh import Box, Mesh
+from research.mesh import Box, Mesh, total_ranks
 from research.models.batch import NOT_COUNTED, Batch
 from research.train.loop import Trainer
 from research.train.run import global_batches
@@ -58,6 +60,14 @@ def reference_of(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, train=train, **plain)
 
 
+def snapshots(config: RunConfig, folder: Path, limit_s: float | None = None) -> Iterator[Snapshot]:
+    """Start the ranks of a config, let them train, and read their snapshots one after another."""
+    torch.set_num_threads(1)  # this process computes too, and ranks are forked from it
+    folder.mkdir(parents=True)
+    for path in start(partial(snapshot, config, folder), total_ranks(config), config.launch, limit_s):
+        yield Snapshot(*torch.load(path, weights_only=True, map_location="cpu"))
+
+
 def snapshot(config: RunConfig, folder: Path, place: Place, device: torch.device) -> Path:
     """Train a few steps on this rank and leave the snapshot in a file of `folder`."""
     mesh = Mesh.from_config(config, place.world, place.rank)
@@ -82,10 +92,6 @@ def ignore_some(batch: Batch, seed: int) -> Batch:
     share = torch.linspace(0, 0.5, len(batch.targets))[:, None]
     ignored = torch.rand(batch.targets.shape, generator=generator) < share
     return dataclasses.replace(batch, targets=batch.targets.masked_fill(ignored, NOT_COUNTED))
-
-
-def read_snapshot(path: Path) -> Snapshot:
-    return Snapshot(*torch.load(path, weights_only=True, map_location="cpu"))
 
 
 def compare(reference: Snapshot, ranks: Iterable[Snapshot]) -> list[Finding]:

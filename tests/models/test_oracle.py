@@ -1,0 +1,138 @@
+"""The decoder against a second implementation that shares no code with it: loops, explicit softmax, plain means."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from research.build import build
+from research.config import RunConfig, replace
+from research.mesh import Mesh
+from research.models.batch import Batch
+from research.train.loop import Trainer
+
+SMALL = RunConfig(
+    model=dataclasses.replace(RunConfig().model, vocab=50, layers=3, balance=0.3, z_loss=0.1),
+    train=dataclasses.replace(RunConfig().train, dtype="float64", clip=0.0),
+)
+
+
+def batch_of(config: RunConfig) -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(config.model.vocab, (4, 17), generator=generator)
+    targets = ids[:, 1:].clone()
+    targets[0, 3:9] = -100
+    return Batch(ids[:, :-1], targets, torch.arange(16).expand(4, 16))
+
+
+def rms(x, w, eps):
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * w
+
+
+def turn(x, base):
+    """x (S, h): pairs (i, i + h/2) turned by position * base**(-2i/h), as complex numbers."""
+    length, width = x.shape
+    angle = torch.arange(length)[:, None] * base ** (-torch.arange(0, width, 2, dtype=x.dtype) / width)
+    z = torch.complex(x[:, : width // 2], x[:, width // 2 :]) * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat([z.real, z.imag], -1)
+
+
+def swiglu(x, gate, up, down):
+    a = x @ gate.T
+    return (a / (1 + torch.exp(-a)) * (x @ up.T)) @ down.T
+
+
+def loss_by_hand(p, c, batch):
+    """One sequence, one head, one expert, one token at a time."""
+    total, aux = 0.0, 0.0
+    xs = [p["embedding"][row] for row in batch.tokens]
+    for i in range(c.layers):
+        w = {k.removeprefix(f"layers.{i}."): v for k, v in p.items() if k.startswith(f"layers.{i}.")}
+        after = []
+        for x in xs:
+            h = rms(x, w["attention_norm.weight"], c.norm_eps)
+            heads = []
+            for n in range(c.heads):
+                g, d = n * c.kv_heads // c.heads, c.head_dim
+                q = turn(h @ w["attention.wq"][n * d : n * d + d].T, c.rope_base)
+                k = turn(h @ w["attention.wk"][g * d : g * d + d].T, c.rope_base)
+                v = h @ w["attention.wv"][g * d : g * d + d].T
+                score = (q @ k.T / math.sqrt(d)).masked_fill(torch.ones(len(h), len(h)).triu(1).bool(), -math.inf)
+                heads.append(score.softmax(-1) @ v)
+            after.append(x + torch.cat(heads, -1) @ w["attention.wo"].T)
+        hs = [rms(x, w["ffn_norm.weight"], c.norm_eps) for x in after]
+        if "ffn.router" not in w:
+            dense = [w[f"ffn.{n}"] for n in ("w_gate", "w_up", "w_down")]
+            xs = [x + swiglu(h, *dense) for x, h in zip(after, hs, strict=True)]
+            continue
+        tokens = torch.cat(hs)
+        logits = tokens @ w["ffn.router"].T
+        score = logits.softmax(-1)
+        chosen = [0] * c.experts
+        rows = []
+        for t, s in zip(tokens, score, strict=True):
+            best = sorted(range(c.experts), key=lambda e: -s[e].item())[: c.top_k]
+            scale = sum(s[e] for e in best) if c.normalize_weights else 1.0
+            y = 0
+            for e in best:
+                chosen[e] += 1
+                y = y + s[e] / scale * swiglu(t[None], w["ffn.w_gate"][e], w["ffn.w_up"][e], w["ffn.w_down"][e])[0]
+            if c.shared_experts:
+                y = y + swiglu(t[None], *(w[f"ffn.shared.{n}"] for n in ("w_gate", "w_up", "w_down")))[0]
+            rows.append(y)
+        share = torch.tensor(chosen) / sum(chosen)
+        aux = aux + c.balance * c.experts * (share * score.mean(0)).sum()
+        aux = aux + c.z_loss * (torch.log(torch.exp(logits).sum(-1)) ** 2).mean()
+        xs = [x + y for x, y in zip(after, torch.stack(rows).split([len(x) for x in after]), strict=True)]
+    counted = 0
+    head = p["embedding"] if c.tied else p["head"]
+    for x, targets in zip(xs, batch.targets, strict=True):
+        log = torch.log_softmax(rms(x, p["norm.weight"], c.norm_eps) @ head.T, -1)
+        for row, target in zip(log, targets, strict=True):
+            if target >= 0:
+                total, counted = total - row[target], counted + 1
+    return total / counted, aux
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"model.tied": True, "model.kv_heads": 8},
+        {"model.kv_heads": 1, "model.shared_experts": 0, "model.top_k": 1, "model.normalize_weights": False},
+        {"model.shared_experts": 2, "model.top_k": 3, "model.normalize_weights": False, "model.dense_layers": 0},
+        {"model.experts": 0},
+    ],
+)
+def test_loss_and_every_gradient(changes):
+    config = replace(SMALL, changes)
+    trainer = Trainer(config, Mesh({}), torch.device("cpu"))
+    parameters = {n: p.detach().clone().requires_grad_() for n, p in trainer.built.model.named_parameters()}
+    assert any(p.numel() for p in parameters.values())
+    batch = batch_of(config)
+    loss, aux = loss_by_hand(parameters, config.model, batch)
+    (loss + aux).backward()
+    got = trainer.backward([batch])
+    torch.testing.assert_close(got[0], loss.detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(got[1], torch.as_tensor(aux, dtype=torch.float64).detach(), rtol=1e-12, atol=0)
+    for name, _, grad in trainer.storage.gradients():
+        want = parameters[name].grad
+        assert (grad - want).norm() <= 1e-11 * max(want.norm(), 1e-8), name
+
+
+def test_rotary_depends_on_the_distance_only():
+    """Positions shifted alike leave the loss alone: a rank may hold any part of a sequence."""
+    trainer = Trainer(SMALL, Mesh({}), torch.device("cpu"))
+    batch = batch_of(SMALL)
+    losses = [
+        trainer.built.model(dataclasses.replace(batch, positions=batch.positions + shift)).loss for shift in (0, 1000)
+    ]
+    torch.testing.assert_close(*losses, rtol=1e-11, atol=0)
+
+
+def test_parameters_are_declared_and_counted():
+    built = build(SMALL, Mesh({}), torch.device("cpu"))
+    named = dict(built.model.named_parameters())
+    assert set(named) == set(built.specs)
+    assert all(tuple(named[n].shape) == s.shape for n, s in built.specs.items())

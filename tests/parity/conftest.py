@@ -1,0 +1,27 @@
+"""One reference a config, however many layouts are held against it."""
+
+import pytest
+
+from experiments.command import CHECKS
+from research import config as configs
+from research.record import config_hash
+from research.train.proof import compare, reference_of, snapshots
+
+TINY = "experiments/configs/tiny.yaml"
+LIMIT_S = 60.0  # for each group of ranks
+
+
+@pytest.fixture(scope="session")
+def prove(tmp_path_factory):
+    """prove("dp.degree=2", ...) -> findings of that layout of the proof model, worst first."""
+    references = {}
+
+    def run(*words: str):
+        config = configs.load(TINY, words, CHECKS)
+        one = reference_of(config)
+        key = config_hash(configs.to_mapping(one))
+        if key not in references:
+            references[key] = next(snapshots(one, tmp_path_factory.mktemp("one") / "ranks", LIMIT_S))
+        return compare(references[key], snapshots(config, tmp_path_factory.mktemp("layout") / "ranks", LIMIT_S))
+
+    return run

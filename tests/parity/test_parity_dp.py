@@ -1,0 +1,114 @@
+"""Data parallelism against one process, by every gradient in float64; and that planted faults are caught."""
+
+import pytest
+import torch
+
+from research import build, comm
+from research.train.executor import Denominators
+from research.train.storage import Storage
+
+GRID = [
+    "dp.degree=2",
+    "dp.degree=3",
+    "dp.degree=4",
+    "dp.degree=4 train.microbatches=1",
+    "dp.degree=4 train.microbatches=4",
+    "dp.degree=4 train.global_batch=14 train.microbatches=3",  # microbatches of 5, 5, 4; ranks of 2, 1, 1, 1
+    "dp.degree=2 train.bucket_mib=0.001",
+    "dp.degree=2 train.bucket_mib=0",
+    "dp.degree=2 train.recompute=full",
+    "dp.degree=2 train.deterministic=true",
+    "dp.degree=2 train.clip=0",
+    "dp.degree=2 train.clip=0.01 train.schedule=wsd",
+    "dp.degree=2 model.tied=true",
+    "dp.degree=2 model.experts=0",
+    "dp.degree=2 model.dense_layers=0 model.shared_experts=0 model.normalize_weights=false",
+    "dp.degree=2 model.top_k=1 model.kv_heads=1",
+    "dp.degree=2 model.kv_heads=8 model.experts=32 model.top_k=4",  # more experts than some rank has tokens for
+    "dp.degree=1 train.recompute=full train.bucket_mib=0.01",
+]
+
+
+@pytest.mark.parametrize("words", GRID)
+def test_layout_equals_one_process(prove, words):
+    failed = [f for f in prove(*words.split()) if not f.passed]
+    assert not failed, failed[:5]
+
+
+def fails(findings, what: str) -> bool:
+    return any(f.what == what and not f.passed for f in findings)
+
+
+def test_planted_average_instead_of_sum(prove, monkeypatch):
+    """Invisible in the first loss; AdamW alone would hide it in the weights."""
+
+    def averaged(x, group, purpose, op=comm.SUM, real=comm.start_all_reduce):
+        return real(x.div_(group.size) if purpose == "gradients" else x, group, purpose, op)
+
+    monkeypatch.setattr(comm, "start_all_reduce", averaged)
+    assert fails(prove("dp.degree=2"), "gradient")
+
+
+def test_planted_local_denominator(prove, monkeypatch):
+    """A mean over each rank's own tokens, then over ranks."""
+    monkeypatch.setattr(Denominators, "seeds", lambda self, m: (0.5 / (self.counted // 2 + 7), 0.5))
+    assert fails(prove("dp.degree=2"), "loss")
+
+
+def test_planted_local_expert_counts(prove, monkeypatch):
+    """The balance loss of each rank's own tokens: the loss stays right, the routers do not."""
+    monkeypatch.setattr(build, "stage_count", lambda stage: lambda ids, n: build.seams.count(ids, n) * 2)
+    findings = prove("dp.degree=2")
+    assert fails(findings, "gradient")
+    assert next(f for f in findings if f.what == "loss" and f.name == "step 0").passed
+
+
+def test_planted_bucket_reduced_before_its_last_gradient(prove, monkeypatch):
+    def hasty(self, last):
+        self._last = last
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.names) - 1
+
+    def at_once(x, group, purpose, op=comm.SUM, real=comm.start_all_reduce):
+        pending = real(x, group, purpose, op)
+        pending.wait()  # else the late gradient may still slip in before the collective reads the buffer
+        return pending
+
+    monkeypatch.setattr(Storage, "begin_backward", hasty)
+    monkeypatch.setattr(comm, "start_all_reduce", at_once)
+    assert fails(prove("dp.degree=2"), "gradient")
+
+
+def test_planted_rank_keeps_its_own_gradient(prove, monkeypatch):
+    """One copy of one box differs on one rank."""
+    real = Storage.gradients
+
+    def skewed(self):
+        for name, box, grad in real(self):
+            if name == "norm.weight" and self.built.mesh.rank == 1:
+                grad = grad * (1 + 1e-6)
+            yield name, box, grad
+
+    monkeypatch.setattr(Storage, "gradients", skewed)
+    assert fails(prove("dp.degree=2"), "gradient")
+
+
+def test_planted_norm_of_one_rank(prove, monkeypatch):
+    def counts_copies(self):
+        square = sum(b.flat.square().sum() for b in self.buckets)
+        return comm.all_reduce_(square, self.built.mesh.group("world"), "gradient norm").sqrt()
+
+    monkeypatch.setattr(Storage, "norm", counts_copies)
+    assert fails(prove("dp.degree=2"), "gradient norm")
+
+
+def test_planted_nan_is_no_pass(prove, monkeypatch):
+    """A comparison that NaN passes would prove nothing."""
+    real = Storage.gradients
+
+    def poisoned(self):
+        for name, box, grad in real(self):
+            yield name, box, torch.full_like(grad, torch.nan) if self.built.mesh.rank == 1 else grad
+
+    monkeypatch.setattr(Storage, "gradients", poisoned)
+    assert fails(prove("dp.degree=2"), "gradient")

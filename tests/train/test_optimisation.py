@@ -1,0 +1,193 @@
+"""Learning rate, AdamW, clipping, precision, non-finite steps, reproducibility."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from research.config import RunConfig, TrainConfig, load, replace
+from research.data.batches import GlobalBatches
+from research.data.tokens import open_tokens
+from research.launch.local import start
+from research.mesh import Mesh, total_ranks
+from research.train.loop import Trainer, train
+from research.train.optim import learning_rate
+
+LIMIT_S = 60.0
+
+
+@pytest.fixture
+def config(text, tmp_path):
+    words = [f"data.path={text}", f"data.cache={tmp_path}/cache", "train.steps=6", "train.warmup_steps=2"]
+    return load("experiments/configs/tiny.yaml", [*words, "model.layers=2", "train.dtype=float32"])
+
+
+def batches_of(config: RunConfig):
+    t = config.train
+    tokens = open_tokens(config.data)
+    return GlobalBatches(tokens, config.data.sequence, t.global_batch, t.microbatches, t.seed).microbatches_of
+
+
+def steps_of(config: RunConfig, poison=lambda trainer, index: None):
+    """(steps, the error that ended them, weights after) of every rank."""
+
+    def body(place, device):
+        trainer = Trainer(config, Mesh.from_config(config, place.world, place.rank), device)
+        batches = batches_of(config)
+
+        def spoiled(index):
+            poison(trainer, index)
+            return batches(index)
+
+        steps, error = [], None
+        try:
+            for step in train(trainer, spoiled):
+                steps.append(step)
+        except FloatingPointError as caught:
+            error = str(caught)
+        return steps, error, {n: w.clone() for n, _, w in trainer.storage.weights()}
+
+    return start(body, total_ranks(config), config.launch, LIMIT_S)
+
+
+def test_cosine_and_wsd_by_hand():
+    cosine = TrainConfig(steps=40, warmup_steps=10, lr=2.0, min_lr_ratio=0.1)
+    want = [2.0 * (i + 1) / 10 for i in range(10)]
+    want += [2.0 * (0.1 + 0.9 * (1 + math.cos(math.pi * i / 30)) / 2) for i in range(1, 31)]
+    assert [learning_rate(cosine, i) for i in range(40)] == pytest.approx(want, abs=1e-12)
+    wsd = dataclasses.replace(cosine, schedule="wsd", decay_share=0.25)
+    want = [2.0 * (i + 1) / 10 for i in range(10)] + [2.0] * 20 + [2.0 * (1 - 0.9 * i / 10) for i in range(1, 11)]
+    assert [learning_rate(wsd, i) for i in range(40)] == pytest.approx(want, abs=1e-12)
+    everything_warms = TrainConfig(steps=3, warmup_steps=3, lr=3.0)
+    assert [learning_rate(everything_warms, i) for i in range(3)] == pytest.approx([1, 2, 3])
+
+
+def test_each_step_is_adamw_on_the_clipped_gradient(config):
+    """Against AdamW written out (Loshchilov and Hutter 2019, algorithm 2), decay on matrices only."""
+    config = replace(config, {"train.dtype": "float64", "train.clip": 0.05})
+    trainer = Trainer(config, Mesh({}), torch.device("cpu"))
+    batches = batches_of(config)
+    t = config.train
+    first: dict[str, torch.Tensor] = {}
+    second: dict[str, torch.Tensor] = {}
+    weights = {n: w.clone() for n, _, w in trainer.storage.weights()}
+    for index in range(3):
+        totals = trainer.backward(batches(index))
+        gradients = {n: g.clone() for n, _, g in trainer.storage.gradients()}
+        norm = math.sqrt(sum(float((g**2).sum()) for g in gradients.values()))
+        assert norm > t.clip
+        (_, _, reported), _ = trainer.update(index, totals)
+        assert reported == pytest.approx(norm, rel=1e-12)
+        lr = learning_rate(t, index)
+        for name, grad in gradients.items():
+            g = grad * t.clip / norm
+            first[name] = t.beta1 * first.get(name, 0) + (1 - t.beta1) * g
+            second[name] = t.beta2 * second.get(name, 0) + (1 - t.beta2) * g**2
+            m, v = first[name] / (1 - t.beta1 ** (index + 1)), second[name] / (1 - t.beta2 ** (index + 1))
+            decay = t.weight_decay if weights[name].dim() > 1 else 0.0
+            weights[name] = weights[name] * (1 - lr * decay) - lr * m / (v.sqrt() + t.adam_eps)
+        for name, _, got in trainer.storage.weights():
+            torch.testing.assert_close(got, weights[name], rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("mode", ["stop", "skip"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_non_finite_step_is_seen_by_all_ranks(config, mode, ranks):
+    """One rank alone has a NaN in one expert: every rank ends, or skips, the same step."""
+    config = replace(config, {"train.nonfinite": mode, "dp.degree": ranks})
+
+    def poison(trainer, index):
+        flat = trainer.storage.held["layers.1.ffn.w_down"].grad
+        if index == 3 and trainer.mesh.rank == ranks - 1:
+            flat[5].fill_(math.nan)
+
+    results = steps_of(config, poison)
+    for steps, error, weights in results:
+        if mode == "stop":
+            assert len(steps) == 3 and "step 3" in error and "nan" in error
+            assert all(w.isfinite().all() for w in weights.values())
+        else:
+            assert error is None
+            assert [s.skipped for s in steps] == [False, False, False, True, False, False]
+            assert all(w.isfinite().all() for w in weights.values())
+            assert all(math.isfinite(s.loss) for s in steps)
+    assert all(torch.equal(w, results[-1][2][n]) for n, w in results[0][2].items())
+
+
+def test_a_skipped_step_changes_no_weight(config):
+    config = replace(config, {"train.nonfinite": "skip"})
+    trainer = Trainer(config, Mesh({}), torch.device("cpu"))
+    batches = batches_of(config)
+    trainer.update(0, trainer.backward(batches(0)))
+    before = {n: w.clone() for n, _, w in trainer.storage.weights()}
+    totals = trainer.backward(batches(1))
+    totals[0] = math.inf
+    _, made = trainer.update(1, totals)
+    assert not made
+    assert all(torch.equal(w, before[n]) for n, _, w in trainer.storage.weights())
+    assert all(not g.any() for _, _, g in trainer.storage.gradients())
+    _, made = trainer.update(2, trainer.backward(batches(2)))
+    assert made and not all(torch.equal(w, before[n]) for n, _, w in trainer.storage.weights())
+
+
+def test_bfloat16_keeps_float32_masters_and_gradients(config):
+    config = replace(config, {"train.dtype": "bfloat16", "train.microbatches": 4})
+    trainer = Trainer(config, Mesh({}), torch.device("cpu"))
+    exact = Trainer(replace(config, {"train.dtype": "float32"}), Mesh({}), torch.device("cpu"))
+    batches = batches_of(config)
+    for held in trainer.storage.held.values():
+        routes = held.name.endswith("router")
+        assert held.used.dtype == (torch.float32 if routes else torch.bfloat16)
+        assert held.master.dtype == held.grad.dtype == torch.float32
+        assert torch.equal(held.master, exact.storage.held[held.name].master), "masters start unrounded"
+    trainer.backward(batches(0))
+    exact.backward(batches(0))
+    for held in trainer.storage.held.values():
+        want = exact.storage.held[held.name].grad
+        assert (held.grad - want).norm() < 0.1 * want.norm() + 1e-4, held.name
+    mixed = [s.loss for s in steps_of(replace(config, {"train.steps": 12}))[0][0]]
+    full = [s.loss for s in steps_of(replace(config, {"train.steps": 12, "train.dtype": "float32"}))[0][0]]
+    assert full[-1] < full[0] - 0.5
+    assert mixed == pytest.approx(full, abs=0.05)
+
+
+def test_small_updates_are_not_lost_in_bfloat16(config):
+    """A weight of 1 does not move by 1e-4 in bfloat16; its master does."""
+    config = replace(config, {"train.dtype": "bfloat16", "train.lr": 1e-4, "train.warmup_steps": 0})
+    weights = steps_of(config)[0][2]
+    assert (weights["norm.weight"] != 1).any()
+
+
+def test_the_same_run_twice_is_bitwise_equal(config):
+    config = replace(config, {"train.deterministic": True, "dp.degree": 2})
+    (a, _, weights_a), (b, _, weights_b) = steps_of(config)[0], steps_of(config)[0]
+    assert [(s.loss, s.norm) for s in a] == [(s.loss, s.norm) for s in b]
+    assert all(torch.equal(weights_a[n], weights_b[n]) for n in weights_a)
+
+
+def test_replicas_stay_bitwise_equal(config):
+    (_, _, a), (_, _, b) = steps_of(replace(config, {"dp.degree": 2}))
+    assert all(torch.equal(a[n], b[n]) for n in a)
+
+
+def test_a_step_without_counted_tokens_changes_nothing_by_it(config):
+    """Only the auxiliary losses are left; nothing is divided by zero."""
+    trainer = Trainer(config, Mesh({}), torch.device("cpu"))
+    ignored = [dataclasses.replace(b, targets=torch.full_like(b.targets, -100)) for b in batches_of(config)(0)]
+    (loss, aux, norm), made = trainer.update(0, trainer.backward(ignored))
+    assert loss == 0 and math.isfinite(aux) and math.isfinite(norm) and made
+
+
+def test_recompute_keeps_choices_of_tied_experts(config):
+    """All router scores equal: whichever expert wins the tie, the second run must take it too."""
+    config = replace(config, {"train.dtype": "float64"})
+    sides = []
+    for recompute in ("none", "full"):
+        trainer = Trainer(replace(config, {"train.recompute": recompute}), Mesh({}), torch.device("cpu"))
+        with torch.no_grad():
+            trainer.built.model.layers["1"].ffn.router.zero_()
+        trainer.backward(batches_of(config)(0))
+        sides.append({n: g.clone() for n, _, g in trainer.storage.gradients()})
+    for name, want in sides[0].items():
+        torch.testing.assert_close(sides[1][name], want, rtol=1e-12, atol=1e-15)
