@@ -51,7 +51,8 @@ def test_dp_bytes(text, tmp_path, ranks, extra):
 def test_gradients_travel_once_a_step(text, tmp_path):
     """Microbatches add up here; only the last backward is followed by the reduction."""
     words = [f"data.path={text}", f"data.cache={tmp_path}/cache", "train.steps=2", "train.warmup_steps=1"]
-    configs = [load("experiments/configs/tiny.yaml", [*words, "dp.degree=2", f"train.microbatches={m}"]) for m in (1, 8)]
+    layouts = [[*words, "dp.degree=2", f"train.microbatches={m}"] for m in (1, 8)]
+    configs = [load("experiments/configs/tiny.yaml", layout) for layout in layouts]
     sides = [counted(config)[0][0] for config in configs]
     label = Label("dp", "gradients", "all_reduce", "BW")
     assert sides[0][label] == sides[1][label] > 0
