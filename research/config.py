@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import math
 import re
+import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -234,7 +235,22 @@ def to_mapping(config: RunConfig) -> dict[str, dict[str, Scalar]]:
 def to_words(config: RunConfig) -> list[str]:
     """The `key=value` words that make this config from the defaults."""
     default = dict(_flatten(to_mapping(RunConfig())))
-    return [f"{k}={_text(v)}" for k, v in _flatten(to_mapping(config)) if v != default[k]]
+    return [word(k, v) for k, v in _flatten(to_mapping(config)) if v != default[k]]
+
+
+def word(name: str, value: Scalar) -> str:
+    """The `key=value` word that gives a key this value, in quotes where bare text would be read as something else."""
+    return f"{name}={_bare_or_quoted(value) if isinstance(value, str) else _text(value)}"
+
+
+def _bare_or_quoted(text: str) -> str:
+    try:
+        if OmegaConf.from_dotlist([f"text={text}"])["text"] == text:
+            return text
+    except (yaml.YAMLError, OmegaConfBaseException):
+        pass
+    escaped = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # no interpolation
+    return yaml.safe_dump(escaped, default_style='"', width=sys.maxsize).strip()
 
 
 def help_text() -> str:
@@ -252,6 +268,8 @@ def help_text() -> str:
 
 
 def divisors(n: int) -> str:
+    if n > 10**6:
+        return f"the divisors of {n}"
     return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
 
 
@@ -269,11 +287,12 @@ def _known() -> dict[str, tuple[Any, Mapping[str, Any]]]:
 
 
 def _flatten(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """`section.key` -> value, of any depth. A name that holds a dot itself is put in quotes: it is no path."""
     for name, value in tree.items():
-        full = f"{prefix}{name}"
-        if isinstance(value, Mapping):
+        full = f"{prefix}'{name}'" if "." in str(name) else f"{prefix}{name}"
+        if isinstance(value, Mapping) and value:
             yield from _flatten(value, full + ".")
-        elif value is not None or prefix:  # an empty section is an empty section
+        else:
             yield full, value
 
 
@@ -292,11 +311,14 @@ def _file_layer(path: Path) -> tuple[DictConfig, dict[str, str], list[Problem]]:
     """What a YAML file gives, and the text that each of its leaves was written as."""
     try:
         text = path.read_text(encoding="utf-8")
-        tree = OmegaConf.create(text) if text.strip() else OmegaConf.create()
-        if not isinstance(tree, DictConfig):
+        written = yaml.load(text, yaml.BaseLoader)
+        if written in (None, ""):
+            written = {}
+        if not isinstance(written, dict):
             raise ValueError("the file holds no `section:` mapping")
-        raw = {k: v for k, v in _flatten(yaml.load(text, yaml.BaseLoader) or {}) if isinstance(v, str)}
-        return tree, raw, []
+        tree = OmegaConf.create(text) if written else OmegaConf.create()
+        assert isinstance(tree, DictConfig)
+        return tree, {k: v for k, v in _flatten(written) if isinstance(v, str)}, []
     except FileNotFoundError:
         problem = Problem(str(path), None, "does not exist", _files_beside(path))
     except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
@@ -308,29 +330,36 @@ def _read(path: str | Path | None, words: Sequence[str]) -> tuple[dict[str, Any]
     """Merge file and words. Returns values, the text that each was written as, and problems."""
     layer, raw, problems = _file_layer(Path(path)) if path is not None else (OmegaConf.create(), {}, [])
     layers: list[DictConfig | ListConfig] = [layer]
-    for word in words:
-        name, equals, value = word.partition("=")
+    known = _known()
+    for each in words:
+        name, equals, value = each.partition("=")
         if not equals or not re.fullmatch(r"[a-z_0-9]+(\.[a-z_0-9]+)*", name):
-            problems.append(Problem(word, None, "is not a setting", "section.key=value, without + or ~"))
+            problems.append(Problem(each, None, "is not a setting", "section.key=value, without + or ~"))
+            continue
+        if name in _section_types():
+            problems.append(_unknown(name, value, list(known)))
             continue
         try:
-            layers.append(OmegaConf.from_dotlist([word]))
+            layers.append(OmegaConf.from_dotlist([each]))
             raw[name] = value
         except (ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
-            problems.append(Problem(word, None, f"cannot be read: {' '.join(str(error).split())}"))
-    try:
-        merged = OmegaConf.to_container(OmegaConf.merge(*layers), resolve=True)
-    except OmegaConfBaseException as error:
-        rule = f"cannot be resolved: {str(error).splitlines()[0]}"
-        problems.append(Problem(str(path or "key=value words"), None, rule))
-        merged = {}
-    assert isinstance(merged, dict)
-    return dict(_flatten(merged)), raw, problems
+            problems.append(Problem(each, None, f"cannot be read: {' '.join(str(error).split())}"))
+    given: dict[str, Any] = {}
+    for one in layers:
+        tree = OmegaConf.to_container(one)
+        assert isinstance(tree, dict)
+        given |= _flatten(tree)
+    for name in [k for k, v in given.items() if k in known and isinstance(v, str) and "${" in v]:
+        try:
+            given[name] = OmegaConf.select(OmegaConf.merge(*layers), name)
+        except OmegaConfBaseException as error:
+            problems.append(Problem(name, given.pop(name), f"cannot be resolved: {str(error).splitlines()[0]}"))
+    return given, raw, problems
 
 
 def _files_beside(path: Path) -> str:
-    folder = path.parent if path.parent.is_dir() else Path("experiments/configs")  # of this checkout
-    found = sorted(str(p) for p in folder.glob("*.yaml"))
+    folders = (path.parent, Path("experiments/configs"))  # of this checkout
+    found = next((names for f in folders if (names := sorted(str(p) for p in f.glob("*.yaml")))), [])
     return ", ".join(difflib.get_close_matches(str(path), found, cutoff=0.3) or found)
 
 
@@ -345,6 +374,8 @@ def _validated(
     known = _known()
     good: dict[str, Scalar] = {}
     for name, value in given.items():
+        if name in _section_types() and value in (None, {}):
+            continue  # an empty section
         if name not in known:
             problems.append(_unknown(name, value, list(known)))
         elif bad := _bad_value(name, value, raw.get(name), *known[name]):
@@ -353,10 +384,11 @@ def _validated(
             good[name] = float(value) if known[name][0] is float else value
     config = replace(RunConfig(), good)
     rules = [p for s in dataclasses.fields(config) for p in getattr(getattr(config, s.name), "problems", tuple)()]
-    if not any(p.key.endswith(".degree") for p in [*problems, *rules]):
-        config, wrong = with_world(config, world)
-        rules += wrong
-        rules += [p for check in checks for p in check(config)]
+    unclear = {p.key for p in [*problems, *rules] if p.key.endswith(".degree")}
+    config = replace(config, {k: 1 for k in unclear if k in known})
+    config, wrong = with_world(config, None if unclear else world)
+    rules += wrong
+    rules += [p for check in checks for p in check(config)]
     reported = {p.key for p in problems}
     problems += [p for p in rules if p.key not in reported]
     if problems:
@@ -368,25 +400,42 @@ def _unknown(name: str, value: object, known: list[str]) -> Problem:
     sections = sorted({k.partition(".")[0] for k in known})
     if name in sections:
         return Problem(name, value, "is a section, not a key", ", ".join(k for k in known if k.startswith(name + ".")))
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    section = name.partition(".")[0]
-    legal = near or [k for k in known if k.startswith(section + ".")] or [s + ".*" for s in sections]
+    section, _, leaf = name.rpartition(".")
+    inside = [k for k in known if k.startswith(section + ".")]
+    near = [k for k in known if k.endswith("." + leaf)]  # in another section
+    near = near or [f"{section}.{k}" for k in difflib.get_close_matches(leaf, [k.partition(".")[2] for k in inside])]
+    near = near or ([] if inside else difflib.get_close_matches(name, known, n=1))
+    legal = near or inside or [s + ".*" for s in sections]
     return Problem(name, value, f"is not a key{f', did you mean {near[0]}?' if near else ''}", ", ".join(legal))
 
 
-def _bad_value(name: str, value: object, raw: str | None, kind: Any, limits: Mapping[str, Any]) -> Problem | None:
+def _bad_value(name: str, value: Any, raw: str | None, kind: Any, limits: Mapping[str, Any]) -> Problem | None:
     legal = _legal(kind, limits)
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if number and raw is not None and not raw.startswith("$") and not _plain(raw):
+    if raw is not None and "${" in raw:
+        raw = None  # what it stands for counts
+    shown = _shown(value, raw)
+    if number and raw is not None and not _plain(raw):
         return Problem(name, raw, f"would be read as {value}: write a plain decimal number", legal)
     if not _has_type(value, kind):
-        return Problem(name, "null" if value is None else value, f"is not {_type_name(kind)}", legal)
-    if isinstance(value, float) and not math.isfinite(value):
-        return Problem(name, value, "must be finite", legal)
+        return Problem(name, shown, f"is not {_type_name(kind)}", legal)
+    if isinstance(value, str) and raw is not None and raw[:1] not in ("'", '"') and raw.strip() != value:
+        return Problem(name, raw, f"would be read as {value}: put it in quotes", legal)
+    if kind is float and not abs(value) <= sys.float_info.max:
+        return Problem(name, shown, "must be finite", legal)
     low, high = limits["at_least"], limits["at_most"]
-    if isinstance(value, (int, float)) and ((low is not None and value < low) or (high is not None and value > high)):
-        return Problem(name, value, "is out of range", legal)
+    if number and ((low is not None and value < low) or (high is not None and value > high)):
+        return Problem(name, shown, "is out of range", legal)
     return None
+
+
+def _shown(value: object, raw: str | None) -> object:
+    """A value as a message tells it: as it was written, text that looks like something else in quotes."""
+    if value is None:
+        return "null"
+    if isinstance(value, str):
+        return _bare_or_quoted(value)
+    return raw or (str(value) if isinstance(value, float) else value)
 
 
 def _plain(raw: str) -> bool:

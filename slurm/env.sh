@@ -3,11 +3,11 @@
 # module load cuda/12.8
 
 if [ -f .venv/bin/activate ]; then
-    source .venv/bin/activate
+    . .venv/bin/activate
 fi
 
 export PYTHONUNBUFFERED=1                           # lines reach the output file when they are printed
-export OMP_NUM_THREADS="${SLURM_CPUS_PER_TASK:-1}"  # of libraries; torch's own threads are launch.threads
+export OMP_NUM_THREADS="${SLURM_CPUS_PER_TASK:-1}"  # of libraries; those of torch are the config key launch.threads
 
 # The network between nodes, where the default is the wrong one (a host whose name means 127.0.1.1 to itself):
 # export GLOO_SOCKET_IFNAME=eth0

@@ -5,6 +5,7 @@ touched CUDA; the entry points and the tests leave all such work to the ranks.
 """
 
 import contextlib
+import io
 import os
 import pickle
 import signal
@@ -27,6 +28,7 @@ from research.launch.process import Place, process_group
 
 T = TypeVar("T")
 GRACE_S = 1.0  # in which the errors of other ranks may still arrive, so that the first one can be told
+NOTICE_S = 0.25  # a silent death may be noticed this much later than the errors that it causes in other ranks
 
 
 class RankError(RuntimeError):
@@ -92,17 +94,22 @@ def _rank(
     """The life of one forked rank: run, report, leave."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us, so that Ctrl-C prints once
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # what a rank printed outlives its violent end
     os.close(alive_write)
     threading.Thread(target=_leave_with_parent, args=(alive_read,), daemon=True).start()
-    status = 0
+    reported, status = False, 0
     try:
         with process_group(place, config, init_method) as device:
             value = function(place, device)
-        report = _Report(place.rank, time.time(), value=value)
+            sys.stdout.flush()
+            pipe.send_bytes(pickle.dumps(_Report(place.rank, time.time(), value=value)))
+            reported = True  # before the farewell: a rank that waits there for others has done its work
     except BaseException:
-        report = _Report(place.rank, time.time(), error=traceback.format_exc())
+        report: _Report[T] = _Report(place.rank, time.time(), error=traceback.format_exc())
         status = 1
-    pipe.send_bytes(pickle.dumps(report))
+        if not reported:
+            pipe.send_bytes(pickle.dumps(report))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # without the parent's exit handlers
@@ -127,8 +134,8 @@ def _collect(ranks: list[Any], pipes: list[Connection], limit_s: float | None) -
             rank = open_pipes[pipe]  # type: ignore[index]
             try:
                 reports[rank] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
-            except EOFError:  # dead since the last look: before any rank that failed because of it
-                reports[rank] = _Report(rank, since, error=_obituary(ranks[rank]))
+            except EOFError:  # died after the last look
+                reports[rank] = _Report(rank, since - NOTICE_S, error=_obituary(ranks[rank]))
         if failed and not ready:
             break
         if not ready:
