@@ -23,7 +23,8 @@ class Ledger:
     """Bytes are exact fractions, as 2 (n-1)/n of a buffer need not be whole."""
 
     def __init__(self) -> None:
-        self.phase = "setup"  # set by the executor and the loop: F, B, W or optimizer
+        self.phase = "setup"  # set by the executor and the loop: F, BW, optimizer
+        self.allocates = "activations"  # what fresh memory is for; communication while `comm` makes buffers
         self.bytes: defaultdict[Label, Fraction] = defaultdict(Fraction)
         self.calls: defaultdict[Label, int] = defaultdict(int)
         self._wait_ms: defaultdict[str, float] = defaultdict(float)
@@ -37,7 +38,7 @@ class Ledger:
     @contextmanager
     def waiting(self, axis: str, device: torch.device) -> Iterator[None]:
         """Time in which compute stands still for `axis`: host time on CPU, stream time on CUDA (no sync here)."""
-        if device.type == "cuda":
+        if device.type == "cuda":  # the stream waits, the host goes on
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             yield
