@@ -270,14 +270,14 @@ def flat(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 def help_text() -> str:
     """Every key by section, with type, default and meaning."""
-    lines = []
+    lines, default = [], to_mapping(RunConfig())
     for section in dataclasses.fields(RunConfig):
         kind = _section_types()[section.name]
         lines.append(f"{section.name}: {(kind.__doc__ or '').splitlines()[0]}")
         hints = get_type_hints(kind)
         for f in dataclasses.fields(kind):
-            name = f"  {section.name}.{f.name}={_text(f.default)}"
-            lines.append(f"{name:<34} {f.metadata['meaning']} ({_legal(hints[f.name], f.metadata)})")
+            name = word(f"{section.name}.{f.name}", default[section.name][f.name])
+            lines.append(f"  {name:<32} {f.metadata['meaning']} ({_legal(hints[f.name], f.metadata)})")
         lines.append("")
     return "\n".join(lines)
 

@@ -68,8 +68,8 @@ def _text(path: str) -> str:
         rule = "is a folder"
     except UnicodeDecodeError as error:
         rule = f"is not UTF-8: byte {error.start} cannot be decoded"
-    except OSError as error:
-        rule = f"cannot be read: {error.strerror}"
+    except (OSError, ValueError) as error:  # a name with a zero byte is a ValueError
+        rule = f"cannot be read: {error}"
     if rule:
         raise ConfigError([Problem("data.path", path, rule, f"{STDLIB}, or a UTF-8 text file that is not empty")])
     return text
