@@ -36,7 +36,7 @@ def start_all_reduce(x: torch.Tensor, group: Group, purpose: str, op: dist.Reduc
     if group.size == 1:
         return Pending(group, x, None)
     received = Fraction(2 * (group.size - 1) * x.numel() * x.element_size(), group.size)
-    group.ledger.count(group.axis, purpose, "all_reduce", received)
+    group.ledger.count(group.axis, group.ranks, purpose, "all_reduce", received)
     with record_function(f"{group.axis}: {purpose}"):
         return Pending(group, x, dist.all_reduce(x, op=op, group=group.process_group, async_op=True))
 

@@ -164,6 +164,11 @@ class LaunchConfig:
     threads: int = key(0, "CPU threads of one rank; 0 shares the cores among the ranks of a node", at_least=0)
     timeout_s: float = key(300.0, "a collective that takes longer ends the run, seconds", at_least=1)
 
+    @property
+    def backend_timeout_s(self) -> float:
+        """When the backend itself gives up: later than the watchdog, which knows who is missing."""
+        return self.timeout_s + 5
+
 
 @dataclass(frozen=True)
 class RunConfig:
