@@ -36,11 +36,11 @@ def joined(environment: Mapping[str, str] = os.environ) -> Joined | None:
     Raises ValueError where the launcher's variables are incomplete or no numbers."""
     if "RANK" in environment or "WORLD_SIZE" in environment:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        meeting = ("MASTER_ADDR", "MASTER_PORT")
+        meeting = ["MASTER_ADDR", "MASTER_PORT"]
     elif "SLURM_STEP_ID" in environment and environment.get("SLURM_STEP_NUM_TASKS") != "1":
         names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
         instead = {"MASTER_ADDR": "SLURM_STEP_NODELIST", "MASTER_PORT": "SLURM_JOB_ID"}
-        meeting = tuple(name for said, name in instead.items() if said not in environment)
+        meeting = [name for said, name in instead.items() if said not in environment]
     else:
         return None
     missing = [n for n in (*names, *meeting) if n not in environment]
