@@ -6,6 +6,7 @@ together, each as a `Problem` with key, value, rule and legal values, before any
 
 import dataclasses
 import difflib
+import importlib.util
 import math
 import re
 import sys
@@ -127,6 +128,7 @@ class TrainConfig:
     dtype: Literal["float32", "bfloat16", "float64"] = key(
         "float32", "of weights and activations; bfloat16 keeps float32 masters and gradients"
     )
+    kernel: Literal["sdpa", "flash"] = key("sdpa", "of attention: torch's own, or flash-attn (CUDA, bfloat16)")
     recompute: Literal["none", "full"] = key("none", "full: keep only each layer's input, run it again in backward")
     nonfinite: Literal["stop", "skip"] = key("stop", "on a non-finite loss or norm: end the run, or skip the step")
     bucket_mib: float = key(16.0, "size of one gradient bucket, MiB: one collective each", at_least=0)
@@ -137,6 +139,10 @@ class TrainConfig:
         if self.microbatches > self.global_batch:
             rule = f"must not exceed train.global_batch={self.global_batch}"
             yield Problem("train.microbatches", self.microbatches, rule, f"1 to {self.global_batch}")
+        if self.kernel == "flash" and self.dtype != "bfloat16":
+            yield Problem("train.kernel", self.kernel, f"does not know train.dtype={self.dtype}", "sdpa, or bfloat16")
+        if self.kernel == "flash" and importlib.util.find_spec("flash_attn") is None:
+            yield Problem("train.kernel", self.kernel, "needs the package flash-attn", "sdpa, or pip install .[flash]")
         if self.warmup_steps > self.steps:
             rule = f"must not exceed train.steps={self.steps}"
             yield Problem("train.warmup_steps", self.warmup_steps, rule, f"0 to {self.steps}")
