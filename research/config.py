@@ -6,6 +6,7 @@ together, each as a `Problem` with key, value, rule and legal values, before any
 
 import dataclasses
 import difflib
+import importlib.util
 import math
 import re
 import sys
@@ -127,6 +128,7 @@ class TrainConfig:
     dtype: Literal["float32", "bfloat16", "float64"] = key(
         "float32", "of weights and activations; bfloat16 keeps float32 masters and gradients"
     )
+    kernel: Literal["sdpa", "flash"] = key("sdpa", "of attention: torch's own, or flash-attn (CUDA, bfloat16)")
     recompute: Literal["none", "full"] = key("none", "full: keep only each layer's input, run it again in backward")
     nonfinite: Literal["stop", "skip"] = key("stop", "on a non-finite loss or norm: end the run, or skip the step")
     bucket_mib: float = key(16.0, "size of one gradient bucket, MiB: one collective each", at_least=0)
@@ -137,6 +139,10 @@ class TrainConfig:
         if self.microbatches > self.global_batch:
             rule = f"must not exceed train.global_batch={self.global_batch}"
             yield Problem("train.microbatches", self.microbatches, rule, f"1 to {self.global_batch}")
+        if self.kernel == "flash" and self.dtype != "bfloat16":
+            yield Problem("train.kernel", self.kernel, f"does not know train.dtype={self.dtype}", "sdpa, or bfloat16")
+        if self.kernel == "flash" and importlib.util.find_spec("flash_attn") is None:
+            yield Problem("train.kernel", self.kernel, "needs the package flash-attn", "sdpa, or pip install .[flash]")
         if self.warmup_steps > self.steps:
             rule = f"must not exceed train.steps={self.steps}"
             yield Problem("train.warmup_steps", self.warmup_steps, rule, f"0 to {self.steps}")
@@ -150,6 +156,10 @@ class RecordConfig:
     ablation: str = key("", "name of the ablation that this run belongs to")
     arm: str = key("", "name of the arm in that ablation")
     warmup_steps: int = key(3, "first steps that timings leave out", at_least=0)
+    peak_tflops: float = key(0.0, "peak of one device in the run's dtype, TFLOP/s; 0 leaves MFU out", at_least=0)
+    causal_flops: bool = key(True, "count attention under the causal mask only: half the square")
+    tensorboard: bool = key(False, "write scalars and hyper-parameters to FOLDER/tensorboard/<run_id>")
+    profile: bool = key(False, "write a trace of the last step of rank 0 to FOLDER/traces/<run_id>.json, for Perfetto")
 
 
 @dataclass(frozen=True)
@@ -159,6 +169,11 @@ class LaunchConfig:
     device: Literal["auto", "cpu", "cuda"] = key("auto", "auto is cuda where there is one, else cpu")
     threads: int = key(0, "CPU threads of one rank; 0 shares the cores among the ranks of a node", at_least=0)
     timeout_s: float = key(300.0, "a collective that takes longer ends the run, seconds", at_least=1)
+
+    @property
+    def backend_timeout_s(self) -> float:
+        """When the backend itself gives up: later than the watchdog, which knows who is missing."""
+        return self.timeout_s + 5
 
 
 @dataclass(frozen=True)
@@ -225,7 +240,7 @@ def from_mapping(
 ) -> RunConfig:
     """As `load`, from the config that a row stores."""
     override, raw, problems = _read(None, words)
-    return _validated(dict(_flatten(tree)) | override, raw, problems, checks, world)
+    return _validated(dict(flat(tree)) | override, raw, problems, checks, world)
 
 
 def to_mapping(config: RunConfig) -> dict[str, dict[str, Scalar]]:
@@ -234,8 +249,8 @@ def to_mapping(config: RunConfig) -> dict[str, dict[str, Scalar]]:
 
 def to_words(config: RunConfig) -> list[str]:
     """The `key=value` words that make this config from the defaults."""
-    default = dict(_flatten(to_mapping(RunConfig())))
-    return [word(k, v) for k, v in _flatten(to_mapping(config)) if v != default[k]]
+    default = dict(flat(to_mapping(RunConfig())))
+    return [word(k, v) for k, v in flat(to_mapping(config)) if v != default[k]]
 
 
 def word(name: str, value: Scalar) -> str:
@@ -251,6 +266,17 @@ def _bare_or_quoted(text: str) -> str:
         pass
     escaped = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # no interpolation
     return yaml.safe_dump(escaped, default_style='"', width=sys.maxsize).strip()
+
+
+def flat(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves of a nested mapping as (`section.key`, value)."""
+    """`section.key` -> value, of any depth. A name that holds a dot itself is put in quotes: it is no path."""
+    for name, value in tree.items():
+        full = f"{prefix}'{name}'" if "." in str(name) else f"{prefix}{name}"
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, full + ".")
+        else:
+            yield full, value
 
 
 def help_text() -> str:
@@ -286,16 +312,6 @@ def _known() -> dict[str, tuple[Any, Mapping[str, Any]]]:
     }
 
 
-def _flatten(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """`section.key` -> value, of any depth. A name that holds a dot itself is put in quotes: it is no path."""
-    for name, value in tree.items():
-        full = f"{prefix}'{name}'" if "." in str(name) else f"{prefix}{name}"
-        if isinstance(value, Mapping) and value:
-            yield from _flatten(value, full + ".")
-        else:
-            yield full, value
-
-
 def read_yaml(path: Path) -> tuple[dict[str, Any], list[Problem]]:
     """The mapping that a YAML file holds, interpolations resolved, or what is wrong with the file."""
     layer, _, problems = _file_layer(path)
@@ -318,7 +334,7 @@ def _file_layer(path: Path) -> tuple[DictConfig, dict[str, str], list[Problem]]:
             raise ValueError("the file holds no `section:` mapping")
         tree = OmegaConf.create(text) if written else OmegaConf.create()
         assert isinstance(tree, DictConfig)
-        return tree, {k: v for k, v in _flatten(written) if isinstance(v, str)}, []
+        return tree, {k: v for k, v in flat(written) if isinstance(v, str)}, []
     except FileNotFoundError:
         problem = Problem(str(path), None, "does not exist", _files_beside(path))
     except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
@@ -348,7 +364,7 @@ def _read(path: str | Path | None, words: Sequence[str]) -> tuple[dict[str, Any]
     for one in layers:
         tree = OmegaConf.to_container(one)
         assert isinstance(tree, dict)
-        given |= _flatten(tree)
+        given |= flat(tree)
     for name in [k for k, v in given.items() if k in known and isinstance(v, str) and "${" in v]:
         try:
             given[name] = OmegaConf.select(OmegaConf.merge(*layers), name)

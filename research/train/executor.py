@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from research.build import Built
 from research.models.batch import Batch
@@ -19,6 +20,9 @@ class Action(NamedTuple):
     kind: Literal["F", "BW"]
     stage: int
     microbatch: int
+
+
+NAMES = {"F": "forward", "BW": "backward"}  # in traces
 
 
 def one_stage(microbatches: int) -> list[Action]:
@@ -51,13 +55,14 @@ def execute(
     last = max(i for i, action in enumerate(actions) if action.kind == "BW")
     for i, (kind, _, m) in enumerate(actions):
         built.mesh.ledger.phase = kind
-        if kind == "F":
-            outputs[m] = built.model(batches[m])
-        else:
-            output, seeds = outputs.pop(m), weigh.seeds(m)
-            storage.begin_backward(last=i == last)
-            torch.autograd.backward(output, [torch.full_like(o, s) for o, s in zip(output, seeds, strict=True)])
-            for total, o, s in zip(totals, output, seeds, strict=True):
-                total.add_(o.detach(), alpha=s)
+        with record_function(f"{NAMES[kind]} {m}"):
+            if kind == "F":
+                outputs[m] = built.model(batches[m])
+            else:
+                output, seeds = outputs.pop(m), weigh.seeds(m)
+                storage.begin_backward(last=i == last)
+                torch.autograd.backward(output, [torch.full_like(o, s) for o, s in zip(output, seeds, strict=True)])
+                for total, o, s in zip(totals, output, seeds, strict=True):
+                    total.add_(o.detach(), alpha=s)
     storage.finish_backward()
     return totals

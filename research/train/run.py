@@ -9,11 +9,12 @@ from research.config import RunConfig
 from research.data.batches import GlobalBatches
 from research.data.tokens import Tokens, open_tokens
 from research.launch.process import Place
+from research.launch.watchdog import watched
 from research.mesh import Mesh
 from research.record import Row
 from research.train.loop import Step, Trainer, train
 from research.train.metrics import make_row
-from research.train.progress import shown
+from research.train.watch import boarded, shown, traced
 
 
 def run(config: RunConfig, place: Place, device: torch.device) -> Row:
@@ -21,11 +22,14 @@ def run(config: RunConfig, place: Place, device: torch.device) -> Row:
     started = datetime.now(UTC)
     tokens = open_tokens(config.data)
     batches = global_batches(config, tokens)
-    trainer = Trainer(config, Mesh.from_config(config, place.world, place.rank), device)
-    steps: list[Step] = []
-    for step in shown(train(trainer, batches.microbatches_of), config, quiet=place.rank > 0):
-        steps.append(step)
-    row = make_row(trainer, place, steps, tokens.unigram_entropy, started)
+    mesh = Mesh.from_config(config, place.world, place.rank)
+    with watched(mesh.ledger, place, config.launch.timeout_s):
+        trainer = Trainer(config, mesh, device)
+        steps = train(trainer, batches.microbatches_of)
+        if place.rank == 0:
+            steps = shown(boarded(traced(steps, config), config), config)
+        done: list[Step] = list(steps)
+        row = make_row(trainer, place, done, batches.microbatches_of(len(done)), tokens.unigram_entropy, started)
     if place.rank == 0:
         record.write(row, config.record.folder)
     return row
