@@ -12,7 +12,8 @@ from functools import partial
 
 from experiments.command import CHECKS, launch, main
 from experiments.tables import show
-from research.launch.ablation import missing, read, runs
+from research.ablation import missing, read, runs
+from research.config import ConfigError
 from research.launch.environment import Joined
 from research.launch.local import RankError
 from research.mesh import total_ranks
@@ -22,8 +23,6 @@ from research.train.run import run
 def ablate(words: Sequence[str], where: Joined | None) -> int:
     if where is not None:
         raise SystemExit("experiments.ablate starts its own ranks: run it without torchrun or srun")
-    if not words or "=" in words[0]:
-        raise SystemExit("which ablation? give a file of experiments/ablations first")
     ablation = read(words[0])
     configs = runs(ablation, words[1:], CHECKS)
     todo = list(missing(configs))
@@ -36,15 +35,19 @@ def ablate(words: Sequence[str], where: Joined | None) -> int:
         try:
             row = launch(partial(run, config), config, where)
             print(f"    loss {row.loss:.4f}, {row.tokens_per_s:,.0f} tokens/s, {row.wall_s:.0f} s", flush=True)
-        except RankError as error:
+        except (RankError, ConfigError) as error:
             failed.append(name)
             print(f"    failed: {error}", file=sys.stderr, flush=True)
     if len(failed) < len(configs):
-        show(configs[0].record.folder, ablation.name)
+        try:
+            show(configs[0].record.folder, ablation.name)
+        except ValueError as error:  # a file among the rows that is none
+            print(error, file=sys.stderr)
+            return 1
     if failed:
         print(f"{len(failed)} of {len(configs)} runs failed: {'; '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(__doc__, ablate))
+    sys.exit(main(__doc__, ablate, needs="ablation"))

@@ -1,9 +1,10 @@
 """What the entry points share: CONFIG and key=value words in, a valid config or all its problems out."""
 
 import json
+import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from research.config import ConfigError, Problem, RunConfig
 from research.data import corpus
 from research.launch.environment import Joined, join, joined
 from research.launch.local import RankError, start
-from research.launch.process import Place
+from research.launch.process import Place, too_few_devices
 from research.mesh import total_ranks
 from research.parallel import axis
 
@@ -25,13 +26,15 @@ RANK_0_SPEAKS_S = 3.0  # a launcher ends all ranks when the first one leaves
 HELP = "Keys, with their defaults (any may stand in CONFIG or follow it as key=value):\n\n"
 
 
-def read_config(words: Sequence[str], world: int | None = None) -> RunConfig:
+def read_config(words: Sequence[str], where: Joined | None = None) -> RunConfig:
     """The config of `[CONFIG] key=value ...`; CONFIG is a YAML file, or the row of an earlier run."""
-    has_file = bool(words) and "=" not in words[0]
+    has_file = bool(words) and (re.match(r"[+~]?[a-z_0-9.]+=", words[0]) is None or Path(words[0]).is_file())
     path, rest = (words[0], words[1:]) if has_file else (None, words)
+    world = where.place.world if where else None
+    checks = CHECKS if where else (*CHECKS, devices_here)
     if path is not None and path.endswith(".json") and Path(path).exists():
-        return configs.from_mapping(_config_of_row(path), rest, CHECKS, world)
-    return configs.load(path, rest, CHECKS, world)
+        return configs.from_mapping(_config_of_row(path), rest, checks, world)
+    return configs.load(path, rest, checks, world)
 
 
 def _config_of_row(path: str) -> dict[str, Any]:
@@ -46,6 +49,12 @@ def _config_of_row(path: str) -> dict[str, Any]:
     return config
 
 
+def devices_here(config: RunConfig) -> Iterator[Problem]:
+    """All ranks will be started on this machine."""
+    if config.launch.device == "cuda" and (problem := too_few_devices(total_ranks(config))):
+        yield problem
+
+
 def launch(function: Callable[[Place, torch.device], T], config: RunConfig, where: Joined | None) -> T:
     """Run on all ranks, started here or joined; returns what rank 0 (or this joined rank) returns."""
     if where is not None:
@@ -53,12 +62,19 @@ def launch(function: Callable[[Place, torch.device], T], config: RunConfig, wher
     return start(function, total_ranks(config), config.launch)[0]
 
 
-def main(usage: str | None, body: Callable[[Sequence[str], Joined | None], int]) -> int:
-    """Exit status of an entry point: 0, what `body` says, 1 for a failed rank, 2 for bad input."""
+def main(usage: str | None, body: Callable[[Sequence[str], Joined | None], int], needs: str = "") -> int:
+    """Exit status of an entry point: 0, what `body` says, 1 for a failed rank, 2 for bad input, 130 for Ctrl-C.
+
+    `needs` names what the first word must be, if there must be one.
+    """
+    torch.set_num_threads(1)  # ranks are forked from this process, which computes nothing
     words = sys.argv[1:]
     if "--help" in words or "-h" in words:
         print((usage or "").strip(), "\n\n" + HELP + configs.help_text())
         return 0
+    if needs and not words:
+        print(f"which {needs}? --help says more", file=sys.stderr)
+        return 2
     try:
         where = joined()
     except ValueError as error:
@@ -75,3 +91,6 @@ def main(usage: str | None, body: Callable[[Sequence[str], Joined | None], int])
     except (RankError, TimeoutError) as error:
         print(error, file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted: all ranks are ended, finished rows are kept", file=sys.stderr)
+        return 130

@@ -3,6 +3,7 @@
     python -m experiments.corpus experiments/configs/small.yaml
 """
 
+import math
 import sys
 from collections.abc import Sequence
 from typing import get_args, get_type_hints
@@ -24,7 +25,7 @@ def corpus(words: Sequence[str], where: Joined | None) -> int:
     for tokenizer in get_args(get_type_hints(DataConfig)["tokenizer"]):
         tokens = open_tokens(configs.replace(config, {"data.tokenizer": tokenizer}).data)
         share = tokens.text_bytes / len(tokens.ids)
-        bits = tokens.unigram_entropy / share / 0.6931471805599453
+        bits = tokens.unigram_entropy / share / math.log(2)
         numbers = (f"{share:.2f}", f"{tokens.unigram_entropy:.4f}", f"{bits:.3f}")
         table.add_row(tokenizer, f"{tokens.vocab_size:,}", f"{len(tokens.ids):,}", *numbers)
     Console().print(table)
@@ -32,4 +33,4 @@ def corpus(words: Sequence[str], where: Joined | None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(__doc__, corpus))
+    sys.exit(main(__doc__, corpus, needs="config"))

@@ -18,13 +18,15 @@ from research.train.run import run
 
 
 def train(words: Sequence[str], where: Joined | None) -> int:
-    config = read_config(words, where.place.world if where else None)
+    config = read_config(words, where)
     row = launch(partial(run, config), config, where)
     if where is None or where.place.rank == 0:
-        print(f"loss {row.loss:.4f} (unigram entropy of the corpus {row.unigram_entropy:.4f}), {row.tokens_per_s:,.0f}")
-        print(f"tokens/s, {row.step_ms:.1f} ms a step: {row_path(config.record.folder, row.run_id)}")
+        skipped = f", {row.skipped_steps} of {len(row.losses)} steps skipped" if row.skipped_steps else ""
+        print(f"loss {row.loss:.4f}, unigram entropy of the corpus {row.unigram_entropy:.4f} nats a token{skipped}")
+        print(f"{row.tokens_per_s:,.0f} tokens/s, {row.step_ms:.1f} ms a step")
+        print(row_path(config.record.folder, row.run_id))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(__doc__, train))
+    sys.exit(main(__doc__, train, needs="config"))

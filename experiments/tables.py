@@ -12,8 +12,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.markdown import Markdown
 
+from research.ablation import read
 from research.config import ConfigError
-from research.launch.ablation import read
 from research.record import Row
 from research.report.publish import by_ablation, write_tables
 

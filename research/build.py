@@ -58,10 +58,11 @@ def layout_of(spec: Spec, mesh: Mesh) -> Layout:
 
 
 def wired(config: RunConfig, mesh: Mesh) -> seams.Seams:
-    claims = {a.name: a.seams(config, mesh) for a in AXES if mesh.sizes[a.name] > 1}
+    products = Products()
+    claims = {a.name: a.seams(config, mesh, products) for a in AXES}
     if mesh.stage_ranks > 1:
         claims["build"] = {"count": stage_count(mesh.group("stage"))}
-    return seams.wire(seams.one_device(Products(), flash=config.train.kernel == "flash"), claims)
+    return seams.wire(seams.one_device(products, flash=config.train.kernel == "flash"), claims)
 
 
 def stage_count(stage: Group) -> seams.Seam:

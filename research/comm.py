@@ -13,7 +13,7 @@ from torch.profiler import record_function
 
 from research.mesh import Group
 
-SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
+SUM = dist.ReduceOp.SUM
 T = TypeVar("T")
 
 

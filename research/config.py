@@ -45,6 +45,9 @@ class ConfigError(ValueError):
         count = f"{len(self.problems)} problem{'s' if len(self.problems) > 1 else ''} in the config:"
         super().__init__("\n".join([count, *(f"  - {p}" for p in self.problems)]))
 
+    def __reduce__(self) -> tuple[type, tuple[list[Problem]]]:
+        return ConfigError, (self.problems,)  # a rank hands it to the process that started it
+
 
 def key(default: Any, meaning: str, at_least: float | None = None, at_most: float | None = None) -> Any:
     """A config key: its default, its one line of help, and the closed range of a number."""
@@ -123,7 +126,7 @@ class TrainConfig:
     weight_decay: float = key(0.1, "AdamW decay, on matrices only", at_least=0)
     beta1: float = key(0.9, "AdamW decay of the first moment", at_least=0, at_most=0.9999999)
     beta2: float = key(0.95, "AdamW decay of the second moment", at_least=0, at_most=0.9999999)
-    adam_eps: float = key(1e-8, "AdamW term in the denominator", at_least=0)
+    adam_eps: float = key(1e-8, "AdamW term in the denominator", at_least=1e-20)
     clip: float = key(1.0, "largest global gradient norm; 0 does not clip", at_least=0)
     dtype: Literal["float32", "bfloat16", "float64"] = key(
         "float32", "of weights and activations; bfloat16 keeps float32 masters and gradients"
@@ -143,9 +146,6 @@ class TrainConfig:
             yield Problem("train.kernel", self.kernel, f"does not know train.dtype={self.dtype}", "sdpa, or bfloat16")
         if self.kernel == "flash" and importlib.util.find_spec("flash_attn") is None:
             yield Problem("train.kernel", self.kernel, "needs the package flash-attn", "sdpa, or pip install .[flash]")
-        if self.warmup_steps > self.steps:
-            rule = f"must not exceed train.steps={self.steps}"
-            yield Problem("train.warmup_steps", self.warmup_steps, rule, f"0 to {self.steps}")
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class RecordConfig:
 class LaunchConfig:
     """How ranks are started and on what."""
 
-    device: Literal["auto", "cpu", "cuda"] = key("auto", "auto is cuda where there is one, else cpu")
+    device: Literal["auto", "cpu", "cuda"] = key("auto", "auto: cuda where each rank of a node has one, else cpu")
     threads: int = key(0, "CPU threads of one rank; 0 shares the cores among the ranks of a node", at_least=0)
     timeout_s: float = key(300.0, "a collective that takes longer ends the run, seconds", at_least=1)
 

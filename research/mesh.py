@@ -4,6 +4,7 @@ Two views of the same ranks. Dense: (pp, dp, cp, tp), tp fastest. Expert: (pp, e
 stage edp * ep * etp = dp * cp * tp, so the expert axes fold over all dense ones.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
@@ -98,7 +99,7 @@ class Mesh:
         self.ledger = Ledger()
         self._fake = fake
         self._timeout = timedelta(seconds=timeout_s)
-        self._made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        self._made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup | None] = {}
         self._partitions: dict[Hashable, tuple[int, ...]] = {}
 
     @classmethod
@@ -120,36 +121,40 @@ class Mesh:
     def group(self, axis: str) -> Group:
         """This rank's group along an axis, or of its `stage`, or of the whole `world`."""
         if axis == "world":
-            return self._partition(axis, "world", lambda at: ())
+            return self._partition(axis, axis, lambda at: ())
         if axis == "stage":
-            return self._partition(axis, "stage", lambda at: at["pp"])
+            return self._partition(axis, axis, lambda at: at["pp"])
         view = DENSE if axis in DENSE else EXPERT
         others = [a for a in view if a != axis]
         return self._partition(axis, axis, lambda at: tuple(at[a] for a in others))
 
     def replicas(self, layout: Layout) -> Group:
-        """The ranks of this stage that hold the same box: a gradient is summed over them. Its traffic is dp's."""
-        return self._partition("dp", layout, lambda at: (at["pp"], layout.box(at)))
+        """The ranks of this stage that hold the same box: a gradient is summed over them. They get groups of their own,
+        so that sums of gradients do not queue with other collectives of the same ranks. The label names the dense axes
+        along which copies lie: "dp", "dp*cp", ..
+        """
+        group = self._partition("", layout, lambda at: (at["pp"], layout.box(at)))
+        places = [self.coordinates(r) for r in group.ranks]
+        along = [axis for axis in DENSE if len({at[axis] for at in places}) > 1]
+        return dataclasses.replace(group, axis="*".join(along) or "dp")
 
     def _partition(self, axis: str, name: Hashable, color: Callable[[Coordinates], Hashable]) -> Group:
-        """Ranks of one color share a group; ranks that meet again share it again."""
+        """Ranks of one color share a group; ranks that meet again for the same axis share it again."""
         if name not in self._partitions:
             classes: dict[Hashable, list[int]] = {}
             for rank in range(self.world):
                 classes.setdefault(color(self.coordinates(rank)), []).append(rank)
             mine = tuple(classes[color(self.at)])
             for ranks in [mine] if self._fake else map(tuple, classes.values()):
-                if ranks not in self._made:
-                    self._made[ranks] = self._new_group(ranks)
+                if (axis, ranks) not in self._made:
+                    self._made[axis, ranks] = self._new_group(ranks)
             self._partitions[name] = mine
         mine = self._partitions[name]
-        return Group(axis, mine, mine.index(self.rank), self.ledger, self._made[mine])
+        return Group(axis, mine, mine.index(self.rank), self.ledger, self._made[axis, mine])
 
     def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         if len(ranks) == 1:
             return None
-        if len(ranks) == self.world:
-            return dist.group.WORLD
         return dist.new_group(list(ranks), timeout=self._timeout)
 
 

@@ -5,13 +5,13 @@ import hashlib
 import json
 import os
 import re
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from research.config import Problem, RunConfig, Scalar, to_mapping
+from research.files import write_atomically
 
 Kind = Literal["measured", "dry", "simulated"]
 
@@ -109,21 +109,6 @@ def write(row: Row, folder: str | Path) -> Path:
     path = row_path(folder, row.run_id)
     write_atomically(path, json.dumps(dataclasses.asdict(row), indent=1).encode())
     return path
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """A reader sees the old file or the whole new one, after a crash too."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        try:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-            Path(file.name).chmod(0o644)
-            Path(file.name).replace(path)
-        except BaseException:
-            Path(file.name).unlink(missing_ok=True)
-            raise
 
 
 def read(path: str | Path) -> Row:

@@ -25,7 +25,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from research.config import DataConfig
 from research.data.corpus import documents
 from research.data.tokenizers import Bpe, Bytes, Tokenizer
-from research.record import write_atomically
+from research.files import write_atomically
 
 FORMAT = 1  # to be raised when the same text and tokenizer shall give other files
 SILENT_S = 2.0  # work that ends sooner shows no progress

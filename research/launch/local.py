@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -23,7 +23,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from research.config import LaunchConfig
+from research.config import ConfigError, LaunchConfig
 from research.launch.process import Place, process_group
 
 T = TypeVar("T")
@@ -32,10 +32,11 @@ NOTICE_S = 0.25  # a silent death may be noticed this much later than the errors
 
 
 class RankError(RuntimeError):
-    """A rank failed. `rank` is the one whose error came first; the message holds its traceback."""
+    """A rank failed. `rank` is the one whose error came first; the message holds its traceback, and who was silent."""
 
-    def __init__(self, rank: int, text: str) -> None:
-        super().__init__(f"rank {rank} failed first:\n{text.rstrip()}")
+    def __init__(self, rank: int, text: str, silent: Sequence[int] = ()) -> None:
+        busy = f" (ranks {list(silent)} were still at work)" if silent else ""
+        super().__init__(f"rank {rank} failed first{busy}:\n{text.rstrip()}")
         self.rank = rank
 
 
@@ -45,6 +46,7 @@ class _Report(Generic[T]):
     at: float
     value: T | None = None
     error: str | None = None
+    config: ConfigError | None = None  # the error, where a user rather than a programmer can mend it
 
 
 def start(
@@ -52,9 +54,15 @@ def start(
 ) -> list[T]:
     """Run `function(place, device)` on `world` ranks of this machine; returns what each returned, by rank.
 
-    The first rank that raises, is killed or leaves ends all others: RankError with its traceback. Past `limit_s`
+    The first rank that raises, is killed or leaves ends all others: RankError with its traceback, or the ConfigError
+    itself. Past `limit_s`
     seconds in all, TimeoutError names the ranks that are still at work. No process is left in any case.
     """
+    if torch.get_num_threads() != 1:
+        raise RuntimeError(
+            "ranks are forked, which deadlocks once this process has run a threaded kernel: call "
+            "torch.set_num_threads(1) before anything is computed here, or run the entry point as a process of its own"
+        )
     context = get_context("fork")
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder, _terminable():
         alive_read, alive_write = os.pipe()
@@ -103,24 +111,26 @@ def _rank(
     os.close(alive_write)
     threading.Thread(target=_leave_with_parent, args=(alive_read,), daemon=True).start()
 
-    def leave(error: str | None) -> None:
+    def leave(error: BaseException | None) -> None:
         """The last word of this rank; an error in any of its threads is one."""
         if error is not None:
+            text = "".join(traceback.format_exception(error))
+            config = error if isinstance(error, ConfigError) else None
             with contextlib.suppress(OSError):  # after a value nobody listens
-                report: _Report[T] = _Report(place.rank, time.time(), error=error)
+                report: _Report[T] = _Report(place.rank, time.time(), error=text, config=config)
                 pipe.send_bytes(pickle.dumps(report))
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0 if error is None else 1)  # without the parent's exit handlers
 
-    threading.excepthook = lambda failed: leave("".join(traceback.format_exception(failed.exc_value)))
+    threading.excepthook = lambda failed: leave(failed.exc_value)
     try:
         with process_group(place, config, init_method) as device:
             value = function(place, device)
             # Before the farewell: a rank that waits there for others has done its work.
             pipe.send_bytes(pickle.dumps(_Report(place.rank, time.time(), value=value)))
-    except BaseException:
-        leave(traceback.format_exc())
+    except BaseException as error:
+        leave(error)
     leave(None)
 
 
@@ -143,7 +153,7 @@ def _collect(ranks: list[Any], pipes: list[Connection], limit_s: float | None) -
             rank = open_pipes[pipe]  # type: ignore[index]
             try:
                 reports[rank] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
-            except EOFError:  # died after the last look
+            except (EOFError, OSError):  # died after the last look, perhaps in the middle of a word
                 reports[rank] = _Report(rank, since - NOTICE_S, error=_obituary(ranks[rank]))
         if failed and not ready:
             break
@@ -152,7 +162,9 @@ def _collect(ranks: list[Any], pipes: list[Connection], limit_s: float | None) -
     errors = [r for r in reports.values() if r.error is not None]
     if errors:
         first = min(errors, key=lambda r: r.at)
-        raise RankError(first.rank, first.error or "")
+        if first.config is not None:
+            raise first.config
+        raise RankError(first.rank, first.error or "", sorted(set(range(len(ranks))) - set(reports)))
     return [reports[r].value for r in range(len(ranks))]
 
 

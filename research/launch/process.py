@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from research.config import LaunchConfig
+from research.config import ConfigError, LaunchConfig, Problem
 
 
 @dataclass(frozen=True)
@@ -50,16 +50,26 @@ def process_group(place: Place, config: LaunchConfig, init_method: str) -> Itera
 
 
 def choose_device(place: Place, config: LaunchConfig) -> torch.device:
-    """Raises ValueError where CUDA is asked for and a rank would have no device of its own."""
-    cuda = torch.cuda.device_count()
-    if config.device == "cpu" or (config.device == "auto" and not cuda):
+    """`auto` is CUDA where every rank of the node has a device of its own. Raises ConfigError where `cuda` is asked for
+    and there are too few."""
+    if config.device == "cpu":
         return torch.device("cpu")
-    if place.local_rank >= cuda:
-        have = f"this node has {cuda} CUDA devices for {place.local_world} ranks"
-        raise ValueError(f"launch.device={config.device}: {have}; legal: cpu, or at most {cuda} ranks on a node")
+    if problem := too_few_devices(place.local_world):
+        if config.device == "cuda":
+            raise ConfigError([problem])
+        return torch.device("cpu")
     device = torch.device("cuda", place.local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def too_few_devices(ranks: int) -> Problem | None:
+    """What is wrong with running so many ranks on the CUDA devices of this node."""
+    cuda = torch.cuda.device_count()  # asked of the driver's library: CUDA itself is not started, so forking stays safe
+    if ranks <= cuda:
+        return None
+    rule = f"needs a device for each rank of a node: this one has {cuda} for {ranks} ranks"
+    return Problem("launch.device", "cuda", rule, f"cpu, auto{f', or at most {cuda} ranks' if cuda else ''}")
 
 
 def threads(place: Place, config: LaunchConfig) -> int:

@@ -42,30 +42,52 @@ class Layer(nn.Module):
         return x + self.ffn(h), torch.zeros((), device=x.device)
 
 
-class Decoder(Block):
-    """Batch -> Output."""
+class Embedding(Block):
+    """(B, S) token ids -> (B, S, D)"""
 
-    embedding: nn.Parameter
-    head: nn.Parameter
+    weight: nn.Parameter
+
+    def __init__(self, c: ModelConfig) -> None:
+        super().__init__()
+        self.param("weight", vocab=c.vocab, dim=c.dim, std=c.init_std)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.seams.lookup(self.weight, tokens)
+
+
+class Head(Block):
+    """(B, S, D), (B, S) targets -> sum of cross-entropy. A tied head is given the embedding's weight."""
+
+    weight: nn.Parameter
+
+    def __init__(self, c: ModelConfig) -> None:
+        super().__init__()
+        self.norm = RMSNorm(c)
+        if not c.tied:
+            self.param("weight", vocab=c.vocab, dim=c.dim, std=c.init_std)
+
+    def forward(self, x: Tensor, targets: Tensor, tied: Tensor | None) -> Tensor:
+        return self.seams.cross_entropy(self.norm(x), self.weight if tied is None else tied, targets)
+
+
+class Decoder(nn.Module):
+    """Batch -> Output. Parts stand in the order of forward: their gradients arrive in the reverse one."""
 
     def __init__(self, c: ModelConfig, recompute: bool = False) -> None:
         super().__init__()
         self.c, self.recompute = c, recompute
-        self.param("embedding", vocab=c.vocab, dim=c.dim, std=c.init_std)
+        self.embedding = Embedding(c)
         self.layers = nn.ModuleDict({str(i): Layer(c, i) for i in range(c.layers)})
-        self.norm = RMSNorm(c)
-        if not c.tied:
-            self.param("head", vocab=c.vocab, dim=c.dim, std=c.init_std)
+        self.head = Head(c)
 
     def forward(self, batch: Batch) -> Output:
-        x = self.seams.lookup(self.embedding, batch.tokens)
+        x = self.embedding(batch.tokens)
         r = rotary(batch.positions, self.c.head_dim, self.c.rope_base, x.dtype)
         aux = torch.zeros((), device=x.device, requires_grad=True)
         for layer in self.layers.values():
             x, part = self._run(layer, x, batch.positions, r)
             aux = aux + part
-        head = self.embedding if self.c.tied else self.head
-        return Output(self.seams.cross_entropy(self.norm(x), head, batch.targets), aux)
+        return Output(self.head(x, batch.targets, self.embedding.weight if self.c.tied else None), aux)
 
     def _run(self, layer: nn.Module, x: Tensor, positions: Tensor, r: Rotary) -> tuple[Tensor, Tensor]:
         if not self.recompute:

@@ -22,7 +22,7 @@ def flops_per_token(c: ModelConfig, declared: Mapping[str, Spec], sequence: int,
     """
     matrices = 0
     for name, spec in declared.items():
-        if len(spec.dims) > 1 and (name != "embedding" or c.tied):
+        if len(spec.dims) > 1 and (name != "embedding.weight" or c.tied):
             matrices += spec.numel * c.top_k // c.experts if "expert" in spec.dims else spec.numel
     attention = 12 * c.layers * c.heads * c.head_dim * sequence
     return 6 * matrices + (attention // 2 if causal else attention)

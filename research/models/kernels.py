@@ -5,6 +5,34 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def embed(weight: Tensor, ids: Tensor) -> Tensor:
+    """(V, D), (B, S) -> (B, S, D). The gradient of a row adds up in float32: a frequent token has thousands of terms,
+    and a sum of bfloat16 stops growing at 256 of them."""
+    y: Tensor = _Embed.apply(weight, ids)
+    return y
+
+
+class _Embed(torch.autograd.Function):
+    """
+    forward   (V, D), (B, S) -> (B, S, D)   y = w[ids]
+    backward  (B, S, D) -> (V, D)           dw[ids] += dy
+    """
+
+    @staticmethod
+    def forward(ctx, weight: Tensor, ids: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(ids)
+        ctx.rows, ctx.dtype = len(weight), weight.dtype
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
+        (ids,) = ctx.saved_tensors
+        wide = torch.float32 if dy.dtype == torch.bfloat16 else dy.dtype
+        dw = torch.zeros(ctx.rows, dy.shape[-1], dtype=wide, device=dy.device)
+        dw.index_add_(0, ids.flatten(), dy.flatten(0, -2).to(wide))
+        return dw.to(ctx.dtype), None
+
+
 class Products:
     """The matrix products with a weight. One object for a model, so that what they do can be changed in one place."""
 
@@ -14,8 +42,9 @@ class Products:
 
     def grouped(self, rows: Tensor, w: Tensor, counts: Tensor) -> Tensor:
         """rows (N, I) sorted by expert, w (E, O, I), counts (E,) with sum N -> (N, O): each expert's product with its
-        own rows. One kernel, no host sync; float64, which that kernel refuses, loops over the experts."""
-        if rows.dtype == torch.float64:
+        own rows. One kernel, in bfloat16 on recent GPUs (SM 9 and 10) without a host sync. What it refuses, float64
+        and widths that are no multiple of 16 bytes, loops over the experts."""
+        if rows.dtype == torch.float64 or any(n * w.element_size() % 16 for n in w.shape[1:]):
             parts = zip(rows.split(counts.tolist()), w, strict=True)
             return torch.cat([F.linear(r, e) for r, e in parts])
         return F.grouped_mm(rows, w.transpose(-2, -1), offs=counts.cumsum(0, dtype=torch.int32))

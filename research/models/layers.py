@@ -14,7 +14,7 @@ from research.models.params import Block
 
 
 class RMSNorm(Block):
-    """x / rms(x) * weight (Zhang and Sennrich 2019, eq. 4); float32 inside whatever the run's dtype."""
+    """x / rms(x) * weight (Zhang and Sennrich 2019, eq. 4); inside float32 at least."""
 
     weight: nn.Parameter
 

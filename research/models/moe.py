@@ -58,8 +58,9 @@ class MoE(Block):
 
     def auxiliary(self, logits: Tensor, scores: Tensor, counts: Tensor) -> Tensor:
         """Balance E * sum_e f_e P_e (Switch Transformer, eq. 4-6) and z-loss mean(logsumexp^2) (ST-MoE, eq. 5)."""
+        counts = counts.to(scores.dtype)  # integers would divide in float32, in a float64 run too
         chosen = counts.sum()
-        tokens = chosen / self.c.top_k
+        tokens = chosen / self.c.top_k  # of the global microbatch: each was sent to top_k experts
         balance = self.c.experts * (counts / chosen * scores.sum(0)).sum() / tokens
         z = logits.logsumexp(-1).square().sum() / tokens
         return self.c.balance * balance + self.c.z_loss * z

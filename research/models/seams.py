@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from research.models.kernels import Products, causal_attention, flash_attention, permute
+from research.models.batch import NOT_COUNTED
+from research.models.kernels import Products, causal_attention, embed, flash_attention, permute
 
 Routed = Callable[[Tensor, Tensor], Tensor]  # rows (N, D) sorted by expert, counts (E,) -> (N, D)
 Seam = Callable[..., object]
@@ -23,11 +24,12 @@ Seam = Callable[..., object]
 
 def lookup(weight: Tensor, tokens: Tensor) -> Tensor:
     """(V, D), (B, S) -> (B, S, D)"""
-    return F.embedding(tokens, weight)
+    return embed(weight, tokens)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
-    """(B, S, H, h), twice (B, S, G, h), (B, S) -> (B, S, H, h); a token sees positions up to its own."""
+    """(B, S, H, h), twice (B, S, G, h), (B, S) -> (B, S, H, h); a token sees those up to its own. One device holds
+    whole samples in order, so that positions decide nothing here."""
     return causal_attention(q, k, v)
 
 
@@ -58,14 +60,14 @@ def inverse(order: Tensor) -> Tensor:
 
 
 def cross_entropy(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
-    """(B, S, D), (V, D), (B, S) -> sum over counted tokens (targets >= 0), nats; logits in float32 at least."""
+    """(B, S, D), (V, D), (B, S) -> sum over counted tokens (targets >= 0), nats; the softmax is float32 at least."""
     logits = F.linear(x, head).flatten(0, 1)
     logits = logits.float() if logits.dtype == torch.bfloat16 else logits
-    return F.cross_entropy(logits, targets.flatten(), ignore_index=-100, reduction="sum")
+    return F.cross_entropy(logits, targets.flatten(), ignore_index=NOT_COUNTED, reduction="sum")
 
 
 def count(ids: Tensor, n_experts: int) -> Tensor:
-    """ids (T, K) -> how often each expert was chosen (E,), over the global microbatch."""
+    """ids (T, K) -> how often each expert was chosen (E,). As a seam: over the whole global microbatch."""
     return torch.zeros(n_experts, dtype=torch.int64, device=ids.device).scatter_add_(
         0, ids.flatten(), torch.ones_like(ids.flatten())
     )

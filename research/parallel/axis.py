@@ -6,6 +6,7 @@ from typing import Protocol
 from research.config import Problem, RunConfig
 from research.mesh import Mesh
 from research.models.batch import Batch
+from research.models.kernels import Products
 from research.models.seams import Seam
 from research.parallel.dp import DataParallel
 
@@ -20,8 +21,8 @@ class Axis(Protocol):
         """What this axis cannot do, before any process starts."""
         ...
 
-    def seams(self, config: RunConfig, mesh: Mesh) -> Mapping[str, Seam]:
-        """The seams that this axis owns."""
+    def seams(self, config: RunConfig, mesh: Mesh, products: Products) -> Mapping[str, Seam]:
+        """The seams that this axis owns; none where it is off. A product with a weight goes through `products`."""
         ...
 
     def cut_batch(self, batch: Batch, mesh: Mesh) -> Batch:

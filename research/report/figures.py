@@ -11,7 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from research.record import Row, write_atomically
+from research.files import write_atomically
+from research.record import Row
 from research.report.lines import Line, lines, ratio
 
 # Okabe and Ito's palette, which the colour-blind can tell apart; black is left to text and references.

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from research.record import Row, load, write_atomically
+from research.files import write_atomically
+from research.record import Row, load
 from research.report.figures import overview
 from research.report.tables import frame, markdown
 

@@ -46,6 +46,7 @@ class Storage:
         self.buckets: list[Bucket] = []
         self.held: dict[str, Held] = {}
         self._last = False
+        self._started = 0  # buckets whose sum is under way
         self._fill_buckets()
         self.optimizer = adamw(config, [(h.master, built.specs[h.name].decays) for h in self.held.values()])
 
@@ -101,11 +102,10 @@ class Storage:
 
     def _start_complete(self, force: bool = False) -> None:
         """Start buckets in their own order, whichever completes first: ranks must issue the same sequence."""
-        for bucket in self.buckets:
-            if bucket.pending is None:
-                if bucket.missing and not force:
-                    return
-                bucket.pending = comm.start_all_reduce(bucket.flat, bucket.group, "gradients")
+        while self._started < len(self.buckets) and (force or not self.buckets[self._started].missing):
+            bucket = self.buckets[self._started]
+            bucket.pending = comm.start_all_reduce(bucket.flat, bucket.group, "gradients")
+            self._started += 1
 
     def finish_backward(self) -> None:
         """Wait until every gradient is the sum over its replicas; those that no backward reached travel as zeros."""
@@ -114,6 +114,7 @@ class Storage:
             assert bucket.pending is not None
             bucket.pending.wait()
             bucket.pending = None
+        self._started = 0
 
     def gradients(self) -> Iterator[tuple[str, Box, Tensor]]:
         """Full name, box and local gradient of each parameter, after the reduction and before clipping."""
@@ -141,7 +142,8 @@ class Storage:
             group["lr"] = lr
         for held in self.held.values():
             held.master.grad = held.grad
-        self.optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]  # read by the fused kernel
+        # The fused kernel skips on the device where this is not 0: what torch's GradScaler relies on.
+        self.optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
         self.optimizer.step()
         for held in self.held.values():
             if held.used.dtype != held.master.dtype:

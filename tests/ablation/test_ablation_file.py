@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from experiments.command import CHECKS
+from research.ablation import Ablation, missing, read, runs
 from research.config import ConfigError
-from research.launch.ablation import Ablation, missing, read, runs
 from research.record import row_path, run_id
 
 ROOT = Path(__file__).parents[2]

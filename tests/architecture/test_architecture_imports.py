@@ -18,16 +18,17 @@ MAY_IMPORT = {
     "research.ledger": "",
     "research.mesh": "config ledger",
     "research.comm": "config ledger mesh",
-    "research.record": "config",
+    "research.files": "",
+    "research.record": "config files",
     "research.models": "config models",
-    "research.data": "config record data models.batch",
+    "research.data": "config files data models.batch",
     "research.parallel": "config mesh comm models.batch models.seams models.kernels",  # and its own folder
     "research.parallel.axis": "config mesh models.batch models.seams parallel",
     "research.build": "config mesh comm models parallel.axis",
     "research.launch": "config ledger launch",
-    "research.launch.ablation": "config record",
+    "research.ablation": "config record",
     "research.train": "config ledger mesh comm record data models parallel.axis build launch train",
-    "research.report": "config record report",
+    "research.report": "config files record report",
     "experiments": "research experiments.command experiments.tables",
 }
 ALONE = ("research", "research.parallel")  # packages without code

@@ -14,7 +14,7 @@ from research.config import ConfigError, RunConfig
 
 TINY = Path(__file__).parents[2] / "experiments" / "configs" / "tiny.yaml"
 KEYS = [f"{section}.{leaf}" for section, keys in configs.to_mapping(RunConfig()).items() for leaf in keys]
-SOME = ["train.lr=1e-4", "train.clip=3", "model.tied=true", "record.arm=a b", "dp.degree=3", "train.adam_eps=1e-30"]
+SOME = ["train.lr=1e-4", "train.clip=3", "model.tied=true", "record.arm=a b", "dp.degree=3", "train.adam_eps=1e-15"]
 ODD_TEXTS = [
     *("", "1", "1e3", "true", "no", "null", "~", "a: b", "a #b", "a=b", "@x", "*a", "- a", "'", '"', "\\", "a\nb"),
     *("${x}", "\\${x}", "$", "???", " a ", "é", "\x7f", "\u2028", "😀", "12:30", "{a: 1}", "[", "%", "2001-01-01"),

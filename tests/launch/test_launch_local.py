@@ -1,6 +1,7 @@
 """Ranks that are started here end together: each way to fail, each way to be ended, and nothing is left behind."""
 
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -67,6 +68,7 @@ def gone_soon(processes: list[int]) -> bool:
 
 
 def open_files() -> list[Path]:
+    gc.collect()  # an error keeps the processes that it tells of
     return sorted(Path("/proc/self/fd").iterdir())
 
 
@@ -139,7 +141,8 @@ def test_a_rank_that_fails_ends_all(folder: Path, how: str, others: str) -> None
     with pytest.raises(RankError) as caught:
         start(partial(noted, folder, partial(fails, how, 1, others)), 3, CPU)
     assert time.monotonic() - begin < SOON_S
-    assert caught.value.rank == 1 and str(caught.value).startswith("rank 1 failed first:\n")
+    busy = " (ranks [0, 2] were still at work)" if others in ("sleep", "busy") else ""
+    assert caught.value.rank == 1 and str(caught.value).startswith(f"rank 1 failed first{busy}:\n")
     assert str(caught.value).endswith(TOLD[how])
     assert not any(map(alive, pids(folder, 3)))
 
@@ -191,7 +194,8 @@ def test_ranks_end_with_the_process_that_started_them(folder: Path, number: sign
 
     parent = os.fork()
     if parent == 0:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had them ignored
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         try:
             start(partial(noted, folder, body), 2, CPU)
         except BaseException as error:

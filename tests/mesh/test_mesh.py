@@ -86,7 +86,7 @@ def test_boxes_cover_the_tensor_and_copies_share_a_group(layout):
             with fake_process_group(mesh.world, rank):
                 replicas = Mesh(sizes, rank, fake=True).replicas(layout)
             assert replicas.ranks == tuple(ranks)
-            assert replicas.axis == "dp"
+            assert replicas.axis == {2: "dp*tp", 4: "dp*tp"}.get(LAYOUTS.index(layout), "dp")
         assert (count[tuple(slice(o, o + n) for o, n in box)] == len(ranks)).all()
 
 

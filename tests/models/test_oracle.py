@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -44,9 +45,9 @@ def swiglu(x, gate, up, down):
 
 
 def loss_by_hand(p, c, batch):
-    """One sequence, one head, one expert, one token at a time."""
+    """Sum of cross-entropy and auxiliary loss: one sequence, one head, one expert, one token at a time."""
     total, aux = 0.0, 0.0
-    xs = [p["embedding"][row] for row in batch.tokens]
+    xs = [p["embedding.weight"][row] for row in batch.tokens]
     for i in range(c.layers):
         w = {k.removeprefix(f"layers.{i}."): v for k, v in p.items() if k.startswith(f"layers.{i}.")}
         after = []
@@ -81,18 +82,17 @@ def loss_by_hand(p, c, batch):
             if c.shared_experts:
                 y = y + swiglu(t[None], *(w[f"ffn.shared.{n}"] for n in ("w_gate", "w_up", "w_down")))[0]
             rows.append(y)
-        share = torch.tensor(chosen) / sum(chosen)
+        share = torch.tensor(chosen, dtype=torch.float64) / sum(chosen)
         aux = aux + c.balance * c.experts * (share * score.mean(0)).sum()
         aux = aux + c.z_loss * (torch.log(torch.exp(logits).sum(-1)) ** 2).mean()
         xs = [x + y for x, y in zip(after, torch.stack(rows).split([len(x) for x in after]), strict=True)]
-    counted = 0
-    head = p["embedding"] if c.tied else p["head"]
+    head = p["embedding.weight"] if c.tied else p["head.weight"]
     for x, targets in zip(xs, batch.targets, strict=True):
-        log = torch.log_softmax(rms(x, p["norm.weight"], c.norm_eps) @ head.T, -1)
+        log = torch.log_softmax(rms(x, p["head.norm.weight"], c.norm_eps) @ head.T, -1)
         for row, target in zip(log, targets, strict=True):
             if target >= 0:
-                total, counted = total - row[target], counted + 1
-    return total / counted, aux
+                total = total - row[target]
+    return total, aux
 
 
 @pytest.mark.parametrize(
@@ -105,15 +105,20 @@ def loss_by_hand(p, c, batch):
         {"model.experts": 0},
     ],
 )
-def test_loss_and_every_gradient(changes):
+@pytest.mark.parametrize("cuts", [(0, 4), (0, 2, 3, 4)], ids=["whole", "unequal microbatches"])
+def test_loss_and_every_gradient(changes, cuts):
     config = replace(SMALL, changes)
     trainer = Trainer(config, Mesh({}), torch.device("cpu"))
     parameters = {n: p.detach().clone().requires_grad_() for n, p in trainer.built.model.named_parameters()}
-    assert any(p.numel() for p in parameters.values())
     batch = batch_of(config)
-    loss, aux = loss_by_hand(parameters, config.model, batch)
+    parts = [batch.map(lambda t, a=a, b=b: t[a:b]) for a, b in pairwise(cuts)]
+    losses, auxes = zip(*(loss_by_hand(parameters, config.model, part) for part in parts), strict=True)
+    loss = sum(losses) / int((batch.targets >= 0).sum())
+    aux = sum(a * part.tokens.numel() / batch.tokens.numel() for a, part in zip(auxes, parts, strict=True))
     (loss + aux).backward()
-    got = trainer.backward([batch])
+    config = replace(config, {"train.microbatches": len(parts)})
+    trainer = Trainer(config, Mesh({}), torch.device("cpu"))
+    got = trainer.backward(parts)
     torch.testing.assert_close(got[0], loss.detach(), rtol=1e-12, atol=0)
     torch.testing.assert_close(got[1], torch.as_tensor(aux, dtype=torch.float64).detach(), rtol=1e-12, atol=0)
     for name, _, grad in trainer.storage.gradients():

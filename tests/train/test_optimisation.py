@@ -156,7 +156,7 @@ def test_small_updates_are_not_lost_in_bfloat16(config):
     """A weight of 1 does not move by 1e-4 in bfloat16; its master does."""
     config = replace(config, {"train.dtype": "bfloat16", "train.lr": 1e-4, "train.warmup_steps": 0})
     weights = steps_of(config)[0][2]
-    assert (weights["norm.weight"] != 1).any()
+    assert (weights["head.norm.weight"] != 1).any()
 
 
 def test_the_same_run_twice_is_bitwise_equal(config):

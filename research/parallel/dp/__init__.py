@@ -6,6 +6,7 @@ from fractions import Fraction
 from research.config import Problem, RunConfig
 from research.mesh import Mesh
 from research.models.batch import Batch
+from research.models.kernels import Products
 from research.models.seams import Seam
 
 
@@ -26,7 +27,7 @@ class DataParallel:
             rule += f"={config.train.global_batch} over train.microbatches={config.train.microbatches})"
             yield Problem("dp.degree", config.dp.degree, rule, f"1 to {smallest}")
 
-    def seams(self, config: RunConfig, mesh: Mesh) -> Mapping[str, Seam]:
+    def seams(self, config: RunConfig, mesh: Mesh, products: Products) -> Mapping[str, Seam]:
         return {}
 
     def cut_batch(self, batch: Batch, mesh: Mesh) -> Batch:
