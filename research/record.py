@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,13 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from research.config import Problem, RunConfig, Scalar, to_mapping
+from research.config import Problem, RunConfig, Scalar, flat, to_mapping
 from research.files import write_atomically
 
 Kind = Literal["measured", "dry", "simulated"]
 
-# What says where and how a run is started and recorded, not what it computes.
-NOT_IDENTITY = ("record", "launch", "data.cache")
+# What changes neither a result nor a measurement: where things are put, how a run is watched.
+NOT_IDENTITY = (
+    *("record.folder", "record.ablation", "record.arm", "record.tensorboard", "record.profile"),
+    *("record.peak_tflops", "record.causal_flops", "launch.timeout_s", "data.cache"),
+)
 
 
 @dataclass(frozen=True)
@@ -68,13 +72,8 @@ class Row:
 
 
 def config_hash(config: Mapping[str, Mapping[str, Scalar]]) -> str:
-    """Eight hex digits that change when what is computed changes."""
-    what = {
-        f"{section}.{key}": value
-        for section, keys in config.items()
-        for key, value in keys.items()
-        if section not in NOT_IDENTITY and f"{section}.{key}" not in NOT_IDENTITY
-    }
+    """Eight hex digits that change when what is computed or measured changes."""
+    what = {key: value for key, value in flat(config) if key not in NOT_IDENTITY}
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:8]
 
 
@@ -107,8 +106,25 @@ def row_path(folder: str | Path, identity: str) -> Path:
 def write(row: Row, folder: str | Path) -> Path:
     """Write `FOLDER/rows/<run_id>.json`, replacing an earlier row of that run in one step."""
     path = row_path(folder, row.run_id)
-    write_atomically(path, json.dumps(dataclasses.asdict(row), indent=1).encode())
+    tree = _nan_as_null(dataclasses.asdict(row))
+    write_atomically(path, json.dumps(tree, indent=1, allow_nan=False).encode())
     return path
+
+
+def _nan_as_null(value: Any) -> Any:
+    """JSON knows no NaN and no infinity."""
+    if isinstance(value, dict):
+        return {k: _nan_as_null(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_nan_as_null(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _null_as_nan(kind: Any, value: Any) -> Any:
+    """The way back, where a field is a number or a list of them."""
+    if kind is float:
+        return math.nan if value is None else value
+    return [_null_as_nan(float, v) for v in value] if kind == list[float] else value
 
 
 def read(path: str | Path) -> Row:
@@ -119,7 +135,8 @@ def read(path: str | Path) -> Row:
         raise ValueError(f"{path} is no row: {error}") from error
     _require_fields(Row, tree, path)
     _require_fields(Hardware, tree["hardware"], path)
-    return Row(**tree | {"hardware": Hardware(**tree["hardware"])})
+    fields = {k: _null_as_nan(kind, tree[k]) for k, kind in get_type_hints(Row).items() if k in tree}
+    return Row(**fields | {"hardware": Hardware(**tree["hardware"])})
 
 
 def load(folder: str | Path) -> list[Row]:
@@ -132,9 +149,11 @@ def select(rows: Iterable[Row], **wanted: object) -> Iterator[Row]:
     return (r for r in rows if all(getattr(r, k) == v for k, v in wanted.items()))
 
 
-def _require_fields(kind: type, tree: Any, path: str | Path) -> None:
-    names = set(get_type_hints(kind))
-    if not isinstance(tree, dict) or set(tree) != names:
-        got = set(tree) if isinstance(tree, dict) else set()
-        missing, extra = sorted(names - got), sorted(got - names)
+def _require_fields(kind: Any, tree: Any, path: str | Path) -> None:
+    """Fields with a default came later than some rows, which may lack them."""
+    names = {f.name for f in dataclasses.fields(kind)}
+    needed = {f.name for f in dataclasses.fields(kind) if f.default is f.default_factory is dataclasses.MISSING}
+    got = set(tree) if isinstance(tree, dict) else set()
+    if not isinstance(tree, dict) or needed - got or got - names:
+        missing, extra = sorted(needed - got), sorted(got - names)
         raise ValueError(f"{path} is no {kind.__name__}: missing {missing}, unknown {extra}")

@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "research.models": "config models",
     "research.data": "config files data models.batch",
     "research.parallel": "config mesh comm models.batch models.seams models.kernels",  # and its own folder
-    "research.parallel.axis": "config mesh models.batch models.seams parallel",
+    "research.parallel.axis": "config mesh models.batch models.kernels models.seams parallel",
     "research.build": "config mesh comm models parallel.axis",
     "research.launch": "config ledger launch",
     "research.ablation": "config record",

@@ -11,8 +11,8 @@ import pytest
 
 from research import config as configs
 from research import record
-from research.config import RunConfig, Scalar
-from research.record import Row, load, read, row_path, run_id, select, write
+from research.config import RunConfig, Scalar, to_mapping
+from research.record import Row, config_hash, load, read, row_path, run_id, select, write
 
 TEMPLATE = read(Path(__file__).parents[1] / "report" / "row.json")
 DEFAULTS = {f"{s}.{k}": v for s, keys in configs.to_mapping(RunConfig()).items() for k, v in keys.items()}
@@ -144,9 +144,12 @@ def other(key: str, value: Scalar) -> Scalar:
 @pytest.mark.parametrize("key", DEFAULTS)
 def test_an_id_changes_with_what_is_computed(key: str) -> None:
     config = RunConfig()
-    elsewhere = key in ("record.folder", "record.warmup_steps", "data.cache") or key.startswith("launch.")
-    same = run_id(config) == run_id(configs.replace(config, {key: other(key, DEFAULTS[key])}))
-    assert same == elsewhere
+    place_or_name = ("record.folder", "record.ablation", "record.arm", "data.cache")
+    watching = ("record.tensorboard", "record.profile", "record.peak_tflops", "record.causal_flops", "launch.timeout_s")
+    same = config_hash(to_mapping(config)) == config_hash(
+        to_mapping(configs.replace(config, {key: other(key, DEFAULTS[key])}))
+    )
+    assert same == (key in place_or_name + watching)
 
 
 def test_an_id_says_ablation_arm_and_seed() -> None:
@@ -208,3 +211,13 @@ def test_a_name_is_part_of_a_file_name(tmp_path: Path, key: str, name: str, good
     if good:
         write(row(run_id(config)), tmp_path)
         assert [r.run_id for r in load(tmp_path)] == [run_id(config)]
+
+
+def test_numbers_that_json_does_not_know_come_back(tmp_path: Path) -> None:
+    """A run that skipped steps has norms that are none; every reader of JSON can read its row."""
+    odd = dataclasses.replace(row("a"), loss=float("nan"), grad_norms=[1.0, float("inf"), float("nan")], mfu=None)
+    path = write(odd, tmp_path)
+    json.loads(path.read_text(), parse_constant=pytest.fail)
+    back = read(path)
+    assert back.loss != back.loss and back.mfu is None
+    assert back.grad_norms[0] == 1.0 and all(n != n for n in back.grad_norms[1:])
