@@ -23,6 +23,9 @@ def train(words: Sequence[str], where: Joined | None) -> int:
     if where is None or where.place.rank == 0:
         print(f"loss {row.loss:.4f} (unigram entropy of the corpus {row.unigram_entropy:.4f}), {row.tokens_per_s:,.0f}")
         print(f"tokens/s, {row.step_ms:.1f} ms a step: {row_path(config.record.folder, row.run_id)}")
+        if row.eval_loss is not None:
+            bits = "" if row.bits_per_byte is None else f", {row.bits_per_byte:.4f} bits a byte"
+            print(f"held-out text: loss {row.eval_loss:.4f}, perplexity {row.perplexity:.4g}{bits}")
     return 0
 
 

@@ -6,11 +6,12 @@ import json
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import IO, Any, Literal
 
-from research.config import RunConfig, Scalar, to_mapping
+from research.config import RunConfig, Value, to_mapping
 
 Kind = Literal["measured", "dry", "simulated"]
 
@@ -42,7 +43,7 @@ class Row:
     started: str  # UTC, ISO 8601
     commit: str  # "" outside a git checkout
     dirty: bool
-    config: dict[str, dict[str, Scalar]]
+    config: dict[str, dict[str, Value]]
     hardware: Hardware
     parameters: int
     active_parameters: int  # those that one token meets
@@ -59,9 +60,13 @@ class Row:
     state_bytes: dict[str, int]  # parameters, master, gradients, optimizer: largest over ranks
     comm_bytes: dict[str, dict[str, float]]  # axis -> purpose/op/phase -> bytes a rank receives in one step, largest
     comm_wait_ms: dict[str, float] = field(default_factory=dict)  # axis -> time a rank waits in one step, largest
+    evals: list[list[float]] = field(default_factory=list)  # [steps made, loss of the held-out text] of each evaluation
+    eval_loss: float | None = None  # of the last evaluation, nats per counted token
+    perplexity: float | None = None  # exp(eval_loss)
+    bits_per_byte: float | None = None  # of the held-out text; None where token files do not tell its bytes
 
 
-def config_hash(config: Mapping[str, Mapping[str, Scalar]]) -> str:
+def config_hash(config: Mapping[str, Mapping[str, Value]]) -> str:
     """Eight hex digits that change when what is computed changes."""
     what = {
         f"{section}.{key}": value
@@ -91,10 +96,17 @@ def write(row: Row, folder: str | Path) -> Path:
 
 def write_atomically(path: Path, content: bytes) -> None:
     """A reader sees the old file or the whole new one, after a crash too."""
+    with atomically(path) as file:
+        file.write(content)
+
+
+@contextmanager
+def atomically(path: Path) -> Iterator[IO[bytes]]:
+    """As `write_atomically`, for content that comes piece by piece: the file appears when the block ends."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
         try:
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
             Path(file.name).chmod(0o644)
@@ -126,8 +138,11 @@ def select(rows: Iterable[Row], **wanted: object) -> Iterator[Row]:
 
 
 def _require_fields(kind: type, tree: Any, path: str | Path) -> None:
-    names = set(get_type_hints(kind))
-    if not isinstance(tree, dict) or set(tree) != names:
-        got = set(tree) if isinstance(tree, dict) else set()
-        missing, extra = sorted(names - got), sorted(got - names)
+    """A field that has a default may be absent: rows outlive the code that wrote them."""
+    fields = dataclasses.fields(kind)
+    absent = dataclasses.MISSING
+    got = set(tree) if isinstance(tree, dict) else set()
+    missing = sorted({f.name for f in fields if f.default is absent and f.default_factory is absent} - got)
+    extra = sorted(got - {f.name for f in fields})
+    if missing or extra:
         raise ValueError(f"{path} is no {kind.__name__}: missing {missing}, unknown {extra}")

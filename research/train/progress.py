@@ -20,8 +20,11 @@ def shown(steps: Iterable[Step], config: RunConfig, quiet: bool = False) -> Iter
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
         task = bar.add_task(title, total=config.train.steps)
+        evaluated: float | None = None
         for step in steps:
-            text = f"{title}  loss {step.loss:.3f}  {step.tokens / step.ms * 1e3:,.0f} tokens/s"
+            evaluated = step.eval_loss if step.eval_loss is not None else evaluated
+            held_out = "" if evaluated is None else f"  held out {evaluated:.3f}"
+            text = f"{title}  loss {step.loss:.3f}{held_out}  {step.tokens / step.ms * 1e3:,.0f} tokens/s"
             bar.update(task, advance=1, description=text)
             if not console.is_terminal and time.monotonic() - said > EVERY_S:
                 said = time.monotonic()
