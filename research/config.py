@@ -446,9 +446,9 @@ def _bad_values(name: str, value: Any, raw: Any, kind: Any, limits: Mapping[str,
         for i, (element, text) in enumerate(zip(value, texts, strict=True)):
             yield from _bad_values(f"{name}[{i}]", element, text, get_args(kind)[0], limits)
         return
-    kind = get_args(kind)[0] if get_origin(kind) is tuple else kind
-    if bad := _bad_value(name, value, raw if isinstance(raw, str) else None, kind, limits):
-        yield bad
+    one = get_args(kind)[0] if get_origin(kind) is tuple else kind
+    if bad := _bad_value(name, value, raw if isinstance(raw, str) else None, one, limits):
+        yield dataclasses.replace(bad, legal=_legal(kind, limits))
 
 
 def _made(value: Any, kind: Any) -> Any:

@@ -52,16 +52,15 @@ def find(path: str) -> Source:
     here = Path(path)
     stem = here.with_suffix("") if here.suffix in (".bin", ".idx") else here
     index, ids = stem.with_name(stem.name + ".idx"), stem.with_name(stem.name + ".bin")
-    if here.suffix in (".bin", ".idx") or (not here.exists() and index.exists()):
+    if not here.exists() and glob.has_magic(path):
+        found = sorted(glob.glob(path, recursive=True))  # noqa: PTH207  # as in a shell: no hidden files
+        source = Source(path, "text", tuple(Path(f) for f in found if Path(f).is_file()))
+    elif here.suffix in (".bin", ".idx") or (not here.exists() and index.exists()):
         described = index if index.exists() or here.suffix == ".idx" else stem.with_name(stem.name + ".json")
         source = Source(path, "indexed" if described == index else "sidecar", (ids, described))
     elif here.is_dir():
         below = [f for f in here.rglob("*") if not any(p.startswith(".") for p in f.relative_to(here).parts)]
         files = sorted((f for f in below if f.is_file()), key=lambda f: f.relative_to(here).as_posix())
-        source = Source(path, "text", tuple(files))
-    elif not here.exists() and glob.has_magic(path):
-        found = sorted(glob.glob(path, recursive=True))  # noqa: PTH207  # as in a shell: no hidden files
-        files = [Path(f) for f in found if Path(f).is_file()]
         source = Source(path, "text", tuple(files))
     else:
         source = Source(path, "text", (here,))

@@ -58,12 +58,14 @@ class Trainer:
 
     def evaluate(self, held_out: HeldOut) -> float:
         """Cross-entropy per counted token of the held-out text, nats, the same on every rank; no auxiliary losses. It
-        leaves weights, gradients and random generators as they are."""
+        leaves weights, gradients, random generators and the phase of the ledger as they are."""
+        ledger = self.mesh.ledger
+        phase, actions = ledger.phase, forward_only(len(held_out))
         weigh = Denominators(1, [1] * len(held_out))  # sums, divided once
-        totals = execute(
-            forward_only(len(held_out)), self.built, lambda m: self._mine(held_out.batch(m)), weigh, self.storage
-        )
-        return comm.all_reduce_(totals, self.world, "loss")[0].item() / held_out.counted
+        totals = execute(actions, self.built, lambda m: self._mine(held_out.batch(m)), weigh, self.storage)
+        comm.all_reduce_(totals, self.world, "loss")
+        ledger.phase = phase
+        return totals[0].item() / held_out.counted
 
     def update(self, index: int, totals: Tensor) -> tuple[list[float], bool]:
         """Clip and step. Returns [loss, auxiliary loss, gradient norm] and whether the step was made.
