@@ -17,7 +17,7 @@ import re
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -224,7 +224,8 @@ def _tokenise(stem: Path, source: Source, field: str, tokenizer: Tokenizer) -> N
                 counts, pieces, waiting = added(counts, _write(file, pieces, dtype)), [], 0
         if pieces:
             counts = added(counts, _write(file, pieces, dtype))
-    _finish(stem, np.array([before, bytes_before]), counts, dtype.name, tokenizer.vocab_size)
+    facts = {"dtype": dtype.name, "vocab_size": tokenizer.vocab_size, "end": tokenizer.end}  # so it is a source, too
+    _finish(stem, np.array([before, bytes_before]), counts, facts)
 
 
 def _write(file: IO[bytes], pieces: Sequence[np.ndarray], dtype: np.dtype) -> np.ndarray:
@@ -238,16 +239,16 @@ def _index(stem: Path, source: Source) -> None:
     with _progress(f"reading {source.path}"):
         found = read_ids(source)
     before = np.array([found.offsets, np.zeros_like(found.offsets)])
-    _finish(stem, before, found.counts, found.ids.dtype.name, found.vocab_size)
+    _finish(stem, before, found.counts, {"dtype": found.ids.dtype.name, "vocab_size": found.vocab_size})
 
 
-def _finish(stem: Path, before: np.ndarray, counts: np.ndarray, dtype: str, vocab_size: int) -> None:
+def _finish(stem: Path, before: np.ndarray, counts: np.ndarray, facts: Mapping[str, object]) -> None:
     """The sidecar comes last: whoever sees it sees whole files."""
     for suffix, values in ((".documents.npy", before), (".counts.npy", counts)):
         with atomically(_file(stem, suffix)) as file:
             np.save(file, values)
-    facts = {"dtype": dtype, "count": int(before[0, -1]), "vocab_size": vocab_size}
-    write_atomically(_file(stem, ".json"), json.dumps(facts, indent=1).encode())
+    content = json.dumps({**facts, "count": int(before[0, -1])}, indent=1)
+    write_atomically(_file(stem, ".json"), content.encode())
 
 
 @contextmanager
