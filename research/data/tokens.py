@@ -181,8 +181,8 @@ def _content_hash(source: Source, cache: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError):
         pass
     now, total = time.time_ns(), hashlib.sha256()
-    for path, stat in stats:
-        total.update(f"{path.suffix} {stat.st_size}\n".encode())
+    for path, _ in stats:
+        total.update(f"{path.suffix}\n".encode())  # it decides how a file is read
         with path.open("rb") as file:
             total.update(hashlib.file_digest(file, "sha256").digest())
     if all(now - s.st_ctime_ns > SETTLED_NS for _, s in stats):

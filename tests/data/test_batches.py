@@ -243,7 +243,8 @@ def test_the_split_depends_on_seed_source_and_number_alone() -> None:
 
 @pytest.mark.parametrize("rows", [1, 3, 8])
 def test_the_tail_of_the_split_is_filled_with_rows_that_do_not_count(rows: int) -> None:
-    sources = [Packed(tokens_of(random_documents(9, seed))) for seed in (1, 2)]
+    nothing = np.zeros(0, np.uint32)
+    sources = [Packed(tokens_of([nothing, *random_documents(9, seed), nothing])) for seed in (1, 2)]
     split = HeldOut([*sources, Packed(tokens_of([np.zeros(1, np.uint32)]))], 5, rows)
     windows = sum(-(-(len(s) - 1) // 5) for s in sources)
     assert len(split) == -(-windows // rows)

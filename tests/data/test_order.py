@@ -83,8 +83,8 @@ def test_direct_access_equals_a_walk(weights: list[float]) -> None:
 
 
 def test_far_steps_are_exact() -> None:
-    """No rounding at 1e15 samples: neighbouring batches join without a gap or a repeat."""
-    mixture, first = Mixture([0.7, 0.2, 0.1], 0), 10**15
+    """No rounding at 1e18 samples: neighbouring batches join without a gap or a repeat."""
+    mixture, first = Mixture([0.7, 0.2, 0.1], 0), 10**18
     sources, numbers = mixture.samples(first, 100)
     for k in range(3):
         assert (np.diff(numbers[sources == k]) == 1).all()

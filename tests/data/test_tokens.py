@@ -180,6 +180,20 @@ def test_a_source_is_hashed_again_only_when_a_file_changed(data: DataConfig, mon
     assert [hashes(), hashes()] == [1, 0]
 
 
+def test_a_file_is_read_by_its_name(data: DataConfig) -> None:
+    """The same contents in the same order, under names of other kinds, are another text."""
+    at = Path(data.path[0]).parent / "folder"
+    at.mkdir()
+    found = []
+    for kinds in (("txt", "jsonl"), ("jsonl", "txt")):
+        for name, kind in zip("ab", kinds, strict=True):
+            (at / f"{name}.{kind}").write_text('{"text": "x"}')
+        found.append(texts_of(only(replace(data, path=(str(at),)))))
+        for file in at.iterdir():
+            file.unlink()
+    assert found == [['{"text": "x"}', "x"], ["x", '{"text": "x"}']]
+
+
 def test_where_documents_end_belongs_to_the_text(data: DataConfig) -> None:
     at = Path(data.path[0]).parent / "folder"
     at.mkdir()

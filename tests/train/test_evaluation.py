@@ -4,7 +4,10 @@ import dataclasses
 import json
 import math
 import random
+from functools import partial
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -109,6 +112,23 @@ def test_every_layout_finds_the_same(config, layout):
     assert len(set(found)) == 1 and found[0] == pytest.approx(one, rel=1e-12)
 
 
+def test_training_and_evaluation_share_no_document(config, tmp_path):
+    """Documents say which side they are on: two sources, one epoch of either side."""
+    paths = []
+    for source, count in enumerate((60, 40)):
+        chosen = held_out(count, 0.2, config.train.seed, source)
+        texts = ["held"[: 1 + n % 4] * 9 if c else "KEPT"[: 1 + n % 4] * 9 for n, c in enumerate(chosen)]
+        paths.append(tmp_path / f"{source}.jsonl")
+        paths[-1].write_text("\n".join(json.dumps({"text": t}) for t in texts))
+    config = replace(config, {"data.path": tuple(map(str, paths)), "data.cache": str(tmp_path / "cache")})
+    corpus = open_tokens(config.data)
+    batches, split = global_batches(config, corpus), validation_batches(config, corpus)
+    steps = -(-sum(batches.samples) // config.train.global_batch)
+    trained = {int(i) for s in range(steps) for b in batches.microbatches_of(s) for i in b.tokens.flatten()}
+    evaluated = {int(i) for n in range(len(split)) for i in split.batch(n).tokens.flatten()}
+    assert trained == {*b"KEPT", 245} and evaluated == {*b"held", 245, 0}  # 0 fills up the last batch
+
+
 def test_batch_size_does_not_matter(config):
     corpus = open_tokens(config.data)
     trainer = Trainer(config, Mesh({}), CPU)
@@ -167,24 +187,31 @@ def test_waiting_in_an_evaluation_is_no_part_of_a_step(config):
 
 @pytest.mark.parametrize(("steps", "at"), [(5, [2, 4, 5]), (4, [2, 4]), (1, [1])])
 def test_the_row(config, steps, at):
-    """When it is evaluated, and what is made of the last loss."""
-    config = replace(config, {"train.steps": steps, "train.warmup_steps": 0})
+    """When it is evaluated, and what is made of the last loss. With a BPE, so that tokens are not bytes."""
+    changes = {"train.steps": steps, "train.warmup_steps": 0, "data.tokenizer": "bpe", "data.bpe_vocab": 300}
+    config = replace(config, {**changes, "model.vocab": 300})
     row = run(config, Place(0, 1, 0, 1), CPU)
     assert [step for step, _ in row.evals] == at and row.eval_loss == row.evals[-1][1]
     assert row.perplexity == math.exp(row.eval_loss)
     corpus = open_tokens(config.data)
     (tokens,) = corpus.sources
     chosen = held_out(100, 0.2, config.train.seed, 0)
-    documents = [tokens.ids[a:b] for a, b in zip(tokens.offsets, tokens.offsets[1:], strict=False)]
-    held = [d for d, c in zip(documents, chosen, strict=True) if c]
-    text_bytes = sum(len(d) - 1 for d in held)  # an id a byte, and the end
-    assert row.bits_per_byte == pytest.approx(row.eval_loss * text_bytes / math.log(2) / text_bytes, rel=1e-12)
+    texts = [json.loads(line)["text"] for line in Path(config.data.path[0]).read_text().splitlines()]
+    text_bytes = sum(len(t.encode()) for t, c in zip(texts, chosen, strict=True) if c)
+    counted = int(np.diff(tokens.offsets)[chosen].sum()) - int(chosen.sum())  # less the first of each document
+    assert counted < 0.9 * text_bytes
+    assert row.bits_per_byte == pytest.approx(row.eval_loss * counted / math.log(2) / text_bytes, rel=1e-12)
     assert record.load(config.record.folder) == [row]
     trainer = Trainer(config, Mesh({}), CPU)
     steps_of = list(train(trainer, global_batches(config, corpus).microbatches_of, validation_batches(config, corpus)))
     assert [s.eval_loss for s in steps_of if s.eval_loss is not None] == [loss for _, loss in row.evals]
     assert [s.loss for s in steps_of] == row.losses
-    assert not any("eval" in label for axis in row.comm_bytes.values() for label in axis)
+
+
+def test_bytes_of_a_row_are_those_of_steps(config):
+    config = replace(config, {"dp.degree": 2})
+    rows = [start(partial(run, c), 2, c.launch, LIMIT_S)[0] for c in (config, replace(config, {"train.eval_every": 0}))]
+    assert len(rows[0].evals) == 3 and rows[0].comm_bytes == rows[1].comm_bytes and rows[0].comm_bytes
 
 
 def test_without_evaluation_the_row_is_empty_there(config):
@@ -199,12 +226,12 @@ def test_without_evaluation_the_row_is_empty_there(config):
     assert record.load(row_folder) == [row]
 
 
-def test_bits_per_byte_are_unknown_of_ids(config, lines):
+def test_bits_per_byte_are_unknown_of_ids(config, tmp_path):
     """The ids of the cache are a source by themselves, with the same documents."""
-    config = replace(config, {"train.steps": 2})
+    config = replace(config, {"train.steps": 2, "data.cache": str(tmp_path / "cache")})
     from_text = run(config, Place(0, 1, 0, 1), CPU)
-    (ids,) = (p for p in (lines.parent / "cache").glob("*.bin"))
-    config = replace(config, {"data.path": (str(ids),), "data.cache": f"{lines.parent}/other"})
+    (ids,) = (tmp_path / "cache").glob("*.bin")
+    config = replace(config, {"data.path": (str(ids),), "data.cache": str(tmp_path / "other")})
     row = run(config, Place(0, 1, 0, 1), CPU)
     assert row.evals == from_text.evals and row.losses == from_text.losses
     assert from_text.bits_per_byte is not None and row.bits_per_byte is None
@@ -225,6 +252,15 @@ def test_float32_losses_add_up_in_float64(config):
         losses = [trainer.built.model(split.batch(n)).loss for n in range(len(split))]
     assert losses[0].dtype == torch.float32
     assert trainer.evaluate(split) == pytest.approx(sum(map(float, losses)) / split.counted, rel=1e-15)
+
+
+def test_an_evaluation_keeps_no_graph(config):
+    """However many batches it has, no activation outlives its layer."""
+    trainer = Trainer(config, Mesh({}), CPU)
+    graphs = []
+    trainer.built.model.register_forward_hook(lambda module, batch, output: graphs.append(output.loss.grad_fn))
+    trainer.evaluate(validation_batches(config, open_tokens(config.data)))
+    assert graphs and not any(graphs)
 
 
 def test_planted_mean_of_means(config, monkeypatch):
