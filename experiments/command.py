@@ -2,14 +2,16 @@
 
 import json
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from research import config as configs
-from research.config import ConfigError, RunConfig
+from research import record
+from research.config import ConfigError, Problem, RunConfig
 from research.data import corpus
 from research.launch.environment import Joined, join, joined
 from research.launch.local import RankError, start
@@ -18,7 +20,8 @@ from research.mesh import total_ranks
 from research.parallel import axis
 
 T = TypeVar("T")
-CHECKS = (axis.problems, corpus.problems)
+CHECKS = (axis.problems, corpus.problems, record.problems)
+RANK_0_SPEAKS_S = 3.0  # a launcher ends all ranks when the first one leaves
 HELP = "Keys, with their defaults (any may stand in CONFIG or follow it as key=value):\n\n"
 
 
@@ -27,9 +30,20 @@ def read_config(words: Sequence[str], world: int | None = None) -> RunConfig:
     has_file = bool(words) and "=" not in words[0]
     path, rest = (words[0], words[1:]) if has_file else (None, words)
     if path is not None and path.endswith(".json") and Path(path).exists():
-        row = json.loads(Path(path).read_text(encoding="utf-8"))
-        return configs.from_mapping(row.get("config", {}), rest, CHECKS, world)
+        return configs.from_mapping(_config_of_row(path), rest, CHECKS, world)
     return configs.load(path, rest, CHECKS, world)
+
+
+def _config_of_row(path: str) -> dict[str, Any]:
+    """Rows of other versions of this code do as well: only their config is read."""
+    try:
+        row = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError([Problem(path, None, f"cannot be read: {error}")]) from error
+    config = row.get("config") if isinstance(row, dict) else None
+    if not isinstance(config, dict):
+        raise ConfigError([Problem(path, None, "is no row of a run: it holds no config")])
+    return config
 
 
 def launch(function: Callable[[Place, torch.device], T], config: RunConfig, where: Joined | None) -> T:
@@ -45,11 +59,17 @@ def main(usage: str | None, body: Callable[[Sequence[str], Joined | None], int])
     if "--help" in words or "-h" in words:
         print((usage or "").strip(), "\n\n" + HELP + configs.help_text())
         return 0
-    where = joined()
+    try:
+        where = joined()
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
     try:
         return body(words, where)
     except ConfigError as error:
-        if where is None or where.place.rank == 0:
+        if where is not None and where.place.rank > 0:
+            time.sleep(RANK_0_SPEAKS_S)
+        else:
             print(error, file=sys.stderr)
         return 2
     except (RankError, TimeoutError) as error:

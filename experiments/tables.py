@@ -36,8 +36,12 @@ def main(words: Sequence[str]) -> int:
     if not groups:
         print(f"no rows in {folder}/rows: `python -m experiments.run CONFIG` writes one", file=sys.stderr)
         return 1
-    for ablation in only or groups:
-        show(folder, ablation, groups[ablation])
+    try:
+        for ablation in only or groups:
+            show(folder, ablation, groups[ablation])
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 1
     return 0
 
 
@@ -54,10 +58,7 @@ def show(folder: str | Path, ablation: str, rows: Sequence[Row] | None = None) -
 def arms(ablation: str) -> list[str] | None:
     """Arms of an ablation in the order of its file; None where this checkout has no such file."""
     path = ABLATIONS / f"{ablation}.yaml"
-    try:
-        return list(read(path).arms) if path.exists() else None
-    except ConfigError:
-        return None
+    return list(read(path).arms) if path.exists() else None
 
 
 if __name__ == "__main__":

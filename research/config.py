@@ -272,7 +272,7 @@ def word(name: str, value: Value) -> str:
 def _bare_or_quoted(text: str, place: str = "{}") -> str:
     """The text as it may stand in a word; `place` is what stands around it there."""
     try:
-        read = OmegaConf.to_container(OmegaConf.from_dotlist([f"text={place.format(text)}"]))
+        read = OmegaConf.to_container(OmegaConf.from_dotlist([f"text={place.format(text)}"]), resolve=True)
         if read == {"text": text if place == "{}" else [text]}:
             return text
     except (yaml.YAMLError, OmegaConfBaseException):
@@ -283,14 +283,14 @@ def _bare_or_quoted(text: str, place: str = "{}") -> str:
 
 def help_text() -> str:
     """Every key by section, with type, default and meaning."""
-    lines = []
+    lines, default = [], to_mapping(RunConfig())
     for section in dataclasses.fields(RunConfig):
         kind = _section_types()[section.name]
         lines.append(f"{section.name}: {(kind.__doc__ or '').splitlines()[0]}")
         hints = get_type_hints(kind)
         for f in dataclasses.fields(kind):
-            name = f"  {section.name}.{f.name}={_text(f.default)}"
-            lines.append(f"{name:<34} {f.metadata['meaning']} ({_legal(hints[f.name], f.metadata)})")
+            name = word(f"{section.name}.{f.name}", default[section.name][f.name])
+            lines.append(f"  {name:<32} {f.metadata['meaning']} ({_legal(hints[f.name], f.metadata)})")
         lines.append("")
     return "\n".join(lines)
 
@@ -369,8 +369,7 @@ def _read(path: str | Path | None, words: Sequence[str]) -> tuple[dict[str, Any]
             continue
         try:
             layers.append(OmegaConf.from_dotlist([each]))
-            written = yaml.load(value, yaml.BaseLoader)
-            raw[name] = written if isinstance(written, list) else value
+            raw[name] = value
         except (ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
             problems.append(Problem(each, None, f"cannot be read: {' '.join(str(error).split())}"))
     given: dict[str, Any] = {}
@@ -442,7 +441,8 @@ def _unknown(name: str, value: object, known: list[str]) -> Problem:
 def _bad_values(name: str, value: Any, raw: Any, kind: Any, limits: Mapping[str, Any]) -> Iterator[Problem]:
     """What is wrong with a value, or with each element of a list; one value stands for a list of one."""
     if get_origin(kind) is tuple and isinstance(value, (list, tuple)):
-        texts = raw if isinstance(raw, list) and len(raw) == len(value) else [None] * len(value)
+        written = yaml.load(raw, yaml.BaseLoader) if isinstance(raw, str) else raw
+        texts = written if isinstance(written, list) and len(written) == len(value) else [None] * len(value)
         for i, (element, text) in enumerate(zip(value, texts, strict=True)):
             yield from _bad_values(f"{name}[{i}]", element, text, get_args(kind)[0], limits)
         return
@@ -526,6 +526,6 @@ def _text(value: object) -> str:
         return str(value).lower()
     if isinstance(value, float) and value == float(f"{value:g}"):
         return f"{value:g}"
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, tuple):
         return f"[{', '.join(map(_text, value))}]"
     return "null" if value is None else str(value)

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from research.config import RunConfig, Value, to_mapping
+from research.config import Problem, RunConfig, Value, to_mapping
 
 Kind = Literal["measured", "dry", "simulated"]
 
@@ -81,6 +82,22 @@ def run_id(config: RunConfig) -> str:
     """The same for the same ablation, arm and config: an arm is done when its row is there."""
     names = [n for n in (config.record.ablation, config.record.arm) if n] or ["run"]
     return "-".join([*names, f"s{config.train.seed}", config_hash(to_mapping(config))])
+
+
+def problems(config: RunConfig) -> Iterator[Problem]:
+    """What would lose the row at the end of a run."""
+    for key, value in (("record.ablation", config.record.ablation), ("record.arm", config.record.arm)):
+        if not re.fullmatch(r"[\w .+,=()-]{0,60}", value):
+            yield Problem(key, value, "is part of a file name", "up to 60 letters, digits, spaces and . + , = ( ) _ -")
+    try:
+        folder = Path(config.record.folder).absolute()
+        there = next(f for f in (folder / "rows", folder, *folder.parents) if f.exists())
+        writable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    except OSError:
+        writable = False
+    if not writable:
+        legal = "a folder, made where it is missing"
+        yield Problem("record.folder", config.record.folder, "cannot be written to", legal)
 
 
 def row_path(folder: str | Path, identity: str) -> Path:

@@ -49,26 +49,34 @@ def find(path: str) -> Source:
     """
     if path == STDLIB:
         return Source(path, "stdlib", tuple(_stdlib_files()))
-    here = Path(path)
-    stem = here.with_suffix("") if here.suffix in (".bin", ".idx") else here
-    index, ids = stem.with_name(stem.name + ".idx"), stem.with_name(stem.name + ".bin")
-    if not here.exists() and glob.has_magic(path):
-        found = sorted(glob.glob(path, recursive=True))  # noqa: PTH207  # as in a shell: no hidden files
-        source = Source(path, "text", tuple(Path(f) for f in found if Path(f).is_file()))
-    elif here.suffix in (".bin", ".idx") or (not here.exists() and index.exists()):
-        described = index if index.exists() or here.suffix == ".idx" else stem.with_name(stem.name + ".json")
-        source = Source(path, "indexed" if described == index else "sidecar", (ids, described))
-    elif here.is_dir():
-        below = [f for f in here.rglob("*") if not any(p.startswith(".") for p in f.relative_to(here).parts)]
-        files = sorted((f for f in below if f.is_file()), key=lambda f: f.relative_to(here).as_posix())
-        source = Source(path, "text", tuple(files))
-    else:
-        source = Source(path, "text", (here,))
+    try:
+        source = _named(path)
+    except OSError as error:
+        refuse(path, f"cannot be read: {error}")
     if not source.files:
-        refuse(path, "has no files" if here.is_dir() else "matches no files")
+        refuse(path, "has no files" if Path(path).is_dir() else "matches no files")
     for file in source.files:
         _require_content(file, source)
     return source
+
+
+def _named(path: str) -> Source:
+    if not path:
+        refuse('""', "names no source")
+    here = Path(path)
+    stem = here.with_suffix("") if here.suffix in (".bin", ".idx") else here
+    index, ids, sidecar = (Path(f"{stem}{suffix}") for suffix in (".idx", ".bin", ".json"))
+    if not here.exists() and glob.has_magic(path):
+        found = sorted(glob.glob(path, recursive=True))  # noqa: PTH207  # as in a shell: no hidden files
+        return Source(path, "text", tuple(Path(f) for f in found if Path(f).is_file()))
+    if here.suffix in (".bin", ".idx") or (not here.exists() and index.exists()):
+        indexed = index.exists() or here.suffix == ".idx"
+        return Source(path, "indexed" if indexed else "sidecar", (ids, index if indexed else sidecar))
+    if here.is_dir():
+        below = [f for f in here.rglob("*") if not any(p.startswith(".") for p in f.relative_to(here).parts)]
+        files = sorted((f for f in below if f.is_file()), key=lambda f: f.relative_to(here).as_posix())
+        return Source(path, "text", tuple(files))
+    return Source(path, "text", (here,))
 
 
 def documents(source: Source, field: str) -> Iterator[str]:
@@ -156,8 +164,8 @@ def _require_content(file: Path, source: Source) -> None:
     except FileNotFoundError:
         beside = source.tokenised and file.name != Path(source.path).name
         refuse(file, f"does not exist, and data.path={source.path} needs it" if beside else "does not exist")
-    except OSError as error:
-        refuse(file, f"cannot be read: {error.strerror}")
+    except (OSError, ValueError) as error:  # a name with a zero byte is a ValueError
+        refuse(file, f"cannot be read: {error}")
     if empty:
         refuse(file, "is empty")
     if source.kind == "text" and file.suffix in (".bin", ".idx"):

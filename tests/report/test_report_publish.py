@@ -47,8 +47,9 @@ def test_command_writes_every_ablation_and_prints_it(folder, capsys):
 
 def test_command_takes_arms_and_baseline_from_the_ablation(folder, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "ABLATIONS", tmp_path)
-    (tmp_path / "axes.yaml").write_text("arms:\n  dp4: {}\n  one: {}\n  tp2: {}\n  dp2: {}\n")
-    assert tables.main([str(folder), "--ablation", "axes"]) == 0
+    head = "question: q\nprediction: p\nbase: b.yaml\nseeds: [0]\narms:\n"
+    (tmp_path / "axes.yaml").write_text(head + "  dp4: []\n  one: []\n  tp2: []\n  dp2: []\n")
+    assert tables.main([str(folder), "axes"]) == 0
     out = capsys.readouterr().out
     assert "over dp4" in out and "tp2: wanted, but there is no row." in out
     assert "# runs" not in out
@@ -61,9 +62,16 @@ def test_command_without_rows_says_so(tmp_path, capsys):
 
 
 def test_command_names_the_ablations_there_are(folder, capsys):
-    assert tables.main([str(folder), "--ablation", "axis"]) == 1
-    assert "no rows of ablation axis" in (err := capsys.readouterr().err) and "axes, runs" in err
+    assert tables.main([str(folder), "axis"]) == 1
+    assert "no rows of axis" in (err := capsys.readouterr().err) and "axes, runs" in err
     assert not (folder / "tables").exists()
+
+
+def test_command_names_a_broken_ablation(folder, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "ABLATIONS", tmp_path)
+    (tmp_path / "axes.yaml").write_text("question: q\n")
+    assert tables.main([str(folder), "axes"]) == 1
+    assert "axes.yaml: arms is missing" in capsys.readouterr().err
 
 
 def test_command_names_a_file_that_is_no_row(folder, capsys):

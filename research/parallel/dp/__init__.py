@@ -21,7 +21,7 @@ class DataParallel:
 
     def problems(self, config: RunConfig) -> Iterator[Problem]:
         smallest = config.train.global_batch // config.train.microbatches
-        if config.dp.degree > smallest:
+        if config.dp.degree > smallest > 0:
             rule = f"leaves ranks without a sample: the smallest microbatch has {smallest} (train.global_batch"
             rule += f"={config.train.global_batch} over train.microbatches={config.train.microbatches})"
             yield Problem("dp.degree", config.dp.degree, rule, f"1 to {smallest}")

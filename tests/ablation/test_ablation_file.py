@@ -1,0 +1,127 @@
+"""What an ablation file says, and all that is wrong with it or its arms, told at once."""
+
+from pathlib import Path
+
+import pytest
+
+from experiments.command import CHECKS
+from research.config import ConfigError
+from research.launch.ablation import Ablation, missing, read, runs
+from research.record import row_path, run_id
+
+ROOT = Path(__file__).parents[2]
+
+
+def told(error: pytest.ExceptionInfo[ConfigError]) -> list[str]:
+    return [str(p) for p in error.value.problems]
+
+
+def test_a_good_file(ablation) -> None:
+    path = ablation(seeds=[0, 2])
+    base = ROOT / "experiments" / "configs" / "tiny.yaml"
+    arms = {"one": (), "two": ("train.global_batch=8",)}
+    assert read(path) == Ablation("axes", "Does it work?", "It does.", base, (0, 2), arms)
+    found = runs(read(path), ["train.steps=7"], CHECKS)
+    labels = [(c.record.ablation, c.record.arm, c.train.seed, c.train.global_batch, c.train.steps) for c in found]
+    assert labels == [("axes", arm, seed, batch, 7) for arm, batch in (("one", 16), ("two", 8)) for seed in (0, 2)]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "experiments" / "ablations").glob("*.yaml")), ids=lambda p: p.stem)
+def test_the_ablations_of_the_project(path: Path) -> None:
+    found = runs(read(path), (), CHECKS)
+    assert len({run_id(c) for c in found}) == len(found) > 1
+
+
+@pytest.mark.parametrize(
+    ("entries", "problems"),
+    [
+        ({"question": None}, ["question is missing"]),
+        ({"seeds": None, "arms": None}, ["seeds is missing", "arms is missing"]),
+        ({"quesiton": 1, "question": None}, ["quesiton is not known here", "question is missing"]),
+        ({"question": 3, "base": ["x"]}, ["question=3 is not text", "base=['x'] is not text"]),
+        ({"arms": {}}, ["arms={} is not a mapping of arm to words"]),
+        ({"arms": ["dp.degree=2"]}, ["arms=['dp.degree=2'] is not a mapping of arm to words"]),
+        ({"arms": {"a": "dp.degree=2"}}, ["arms.a=dp.degree=2 is not a list of words"]),
+        ({"arms": {"a": {"dp": 2}, "b": [3]}}, ["arms.a={'dp': 2} is not a list", "arms.b=[3] is not a list of words"]),
+        ({"seeds": 3}, ["seeds=3 is not a list of seeds"]),
+        ({"seeds": []}, ["seeds=[] is not a list of seeds"]),
+        ({"seeds": [0, True]}, ["seeds=[0, True] is not a list of seeds"]),
+        ({"seeds": [0, -1]}, ["seeds=[0, -1] is not a list of seeds"]),
+        ({"seeds": [0, 1, 0]}, ["seeds=[0, 1, 0] names a seed twice"]),
+        ({"seeds": ["x"], "arms": 3, "x": 1}, ["x is not known here", "arms=3 is not a mapping", "seeds=['x'] is not"]),
+    ],
+)
+def test_every_entry_that_does_not_fit_is_told(ablation, entries: dict[str, object], problems: list[str]) -> None:
+    path = ablation(**entries)
+    with pytest.raises(ConfigError) as caught:
+        read(path)
+    lines = told(caught)
+    assert len(lines) == len(problems)
+    assert all(line.startswith(f"{path}: {start}") for line, start in zip(lines, problems, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("arms: {a: [}", "cannot be read: "),
+        ("- a", "cannot be read: the file holds no"),
+        ("question: a\nquestion: b", "cannot be read: "),
+        ("question: ${nope}", "cannot be resolved: Interpolation key 'nope' not found"),
+        (None, "does not exist"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_one_problem(tmp_path: Path, text: str | None, problem: str) -> None:
+    path = tmp_path / "axes.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read(path)
+    (line,) = told(caught)
+    assert line.startswith(f"{path} {problem}")
+
+
+def test_the_problems_of_all_arms_are_told_together(ablation) -> None:
+    arms = {"one": ["model.dmi=3"], "good": [], "two": ["+x=1", "model.kv_heads=3"], "three": ["model.dim=[1]"]}
+    with pytest.raises(ConfigError) as caught:
+        runs(read(ablation(arms=arms, seeds=[0, 1])), ["train.lr=abc"], CHECKS)
+    assert [line.partition(";")[0] for line in told(caught)] == [
+        "arm one: train.lr=abc is not a number",
+        "arm one: model.dmi=3 is not a key, did you mean model.dim?",
+        "arm good: train.lr=abc is not a number",
+        "arm two: +x=1 is not a setting",
+        "arm two: train.lr=abc is not a number",
+        "arm two: model.kv_heads=3 must divide model.heads=8",
+        "arm three: model.dim=[1] is not an integer",  # in the order of the base, then of the words
+        "arm three: train.lr=abc is not a number",
+    ]
+
+
+def test_a_base_that_is_missing_is_told(ablation) -> None:
+    with pytest.raises(ConfigError) as caught:
+        runs(read(ablation(base="../nowhere.yaml")))
+    assert all("nowhere.yaml does not exist" in line for line in told(caught))
+
+
+@pytest.mark.parametrize("word", ["record.arm=x", "record.ablation=x", "train.seed=3"])
+@pytest.mark.parametrize("by", ["arm", "command line"])
+def test_what_the_ablation_sets_is_not_for_others(ablation, word: str, by: str) -> None:
+    path = ablation(arms={"one": [word] if by == "arm" else []})
+    with pytest.raises(ConfigError) as caught:
+        runs(read(path), [word] if by == "command line" else [])
+    assert told(caught) == [f"arm one: {word} is for the ablation to set"]
+
+
+@pytest.mark.parametrize("name", ["1", "1e-4", "off", "null", "2024-01-01", "tp=2, dp=4", "a #b"])
+def test_arms_and_ablations_keep_names_that_look_like_something_else(ablation, name: str) -> None:
+    (config,) = runs(read(ablation(name="123", arms={name: []})))
+    assert (config.record.ablation, config.record.arm) == ("123", name)
+
+
+def test_missing_are_those_without_a_row(ablation, tmp_path: Path) -> None:
+    found = runs(read(ablation(seeds=[0, 1])), [f"record.folder={tmp_path}"])
+    path = row_path(tmp_path, run_id(found[2]))
+    path.parent.mkdir()
+    path.touch()
+    assert list(missing(found)) == [found[0], found[1], found[3]]
+    changed = runs(read(ablation(seeds=[0, 1])), [f"record.folder={tmp_path}", "train.lr=0.5"])
+    assert list(missing(changed)) == changed

@@ -1,0 +1,68 @@
+"""What torchrun's variables say, and what is wrong with them. Those of Slurm: tests/slurm."""
+
+import pytest
+
+from research.launch.environment import joined
+from research.launch.process import Place
+
+MEETING = {"MASTER_ADDR": "node07", "MASTER_PORT": "29501"}
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    **MEETING,
+}
+SRUN = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "5",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    **MEETING,
+}
+
+
+@pytest.mark.parametrize("environment", [TORCHRUN, SRUN], ids=["torchrun", "srun"])
+def test_a_complete_environment_is_a_place(environment: dict[str, str]) -> None:
+    where = joined(environment)
+    assert where is not None and where.place == Place(5, 8, 1, 4) and where.place.nodes == 2
+    assert where.init_method == "tcp://node07:29501"
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{}, MEETING, {"LOCAL_RANK": "0"}, {"SLURM_PROCID": "0"}],
+)
+def test_without_a_launcher_there_is_no_place(environment: dict[str, str]) -> None:
+    assert joined(environment) is None
+
+
+@pytest.mark.parametrize("name", [*TORCHRUN, "MASTER_ADDR MASTER_PORT", "WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE"])
+def test_what_torchrun_forgot_is_named(name: str) -> None:
+    """One variable of two is no reason to start a world of one's own on every rank."""
+    names = name.split()
+    with pytest.raises(ValueError, match=f"but not {', '.join(names)}$"):
+        joined({k: v for k, v in TORCHRUN.items() if k not in names})
+
+
+@pytest.mark.parametrize("name", [n for n in SRUN if n != "SLURM_STEP_ID"])
+def test_what_srun_forgot_is_named(name: str) -> None:
+    with pytest.raises(ValueError, match=f"but not {name}$"):
+        joined({k: v for k, v in SRUN.items() if k != name})
+
+
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID"])
+@pytest.mark.parametrize("value", ["", "one", "1.5"])
+def test_what_is_no_number_is_named(name: str, value: str) -> None:
+    environment = TORCHRUN if name in TORCHRUN else SRUN
+    with pytest.raises(ValueError, match=rf"{name}.* these are no numbers"):
+        joined(environment | {name: value})
+
+
+@pytest.mark.parametrize(
+    ("tasks", "local_world", "nodes"), [("8", 8, 1), ("4(x2)", 4, 2), ("1(x8)", 1, 8), ("3(x2),2", 3, 3), ("6,2", 6, 2)]
+)
+def test_tasks_per_node_in_the_form_of_slurm(tasks: str, local_world: int, nodes: int) -> None:
+    where = joined(SRUN | {"SLURM_STEP_TASKS_PER_NODE": tasks})
+    assert where is not None and (where.place.local_world, where.place.nodes) == (local_world, nodes)
