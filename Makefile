@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 
-.PHONY: setup quickstart test test-slow clean
+.PHONY: setup quickstart test test-slow gpu clean
 
 setup: .venv/installed
 
@@ -21,6 +21,9 @@ test: setup
 
 test-slow: setup
 	$(PY) -m pytest -m slow
+
+gpu: setup
+	$(PY) -m experiments.gpu
 
 clean:
 	rm -rf .venv .cache results/rows results/tables results/figures

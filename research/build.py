@@ -61,7 +61,7 @@ def wired(config: RunConfig, mesh: Mesh) -> seams.Seams:
     claims = {a.name: a.seams(config, mesh) for a in AXES if mesh.sizes[a.name] > 1}
     if mesh.stage_ranks > 1:
         claims["build"] = {"count": stage_count(mesh.group("stage"))}
-    return seams.wire(seams.one_device(Products()), claims)
+    return seams.wire(seams.one_device(Products(), flash=config.train.kernel == "flash"), claims)
 
 
 def stage_count(stage: Group) -> seams.Seam:

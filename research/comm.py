@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from research.mesh import Group
 
@@ -24,7 +25,8 @@ class Pending:
 
     def wait(self) -> torch.Tensor:
         if self._work is not None:
-            with self._group.ledger.waiting(self._group.axis, self._tensor.device):
+            axis = self._group.axis
+            with record_function(f"wait for {axis}"), self._group.ledger.waiting(axis, self._tensor.device):
                 self._work.wait()
         return self._tensor
 
@@ -34,8 +36,9 @@ def start_all_reduce(x: torch.Tensor, group: Group, purpose: str, op: dist.Reduc
     if group.size == 1:
         return Pending(group, x, None)
     received = Fraction(2 * (group.size - 1) * x.numel() * x.element_size(), group.size)
-    group.ledger.count(group.axis, purpose, "all_reduce", received)
-    return Pending(group, x, dist.all_reduce(x, op=op, group=group.process_group, async_op=True))
+    group.ledger.count(group.axis, group.ranks, purpose, "all_reduce", received)
+    with record_function(f"{group.axis}: {purpose}"):
+        return Pending(group, x, dist.all_reduce(x, op=op, group=group.process_group, async_op=True))
 
 
 def all_reduce_(x: torch.Tensor, group: Group, purpose: str, op: dist.ReduceOp.RedOpType = SUM) -> torch.Tensor:

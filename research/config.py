@@ -6,6 +6,7 @@ together, each as a `Problem` with key, value, rule and legal values, before any
 
 import dataclasses
 import difflib
+import importlib.util
 import math
 import re
 import sys
@@ -145,6 +146,7 @@ class TrainConfig:
     dtype: Literal["float32", "bfloat16", "float64"] = key(
         "float32", "of weights and activations; bfloat16 keeps float32 masters and gradients"
     )
+    kernel: Literal["sdpa", "flash"] = key("sdpa", "of attention: torch's own, or flash-attn (CUDA, bfloat16)")
     recompute: Literal["none", "full"] = key("none", "full: keep only each layer's input, run it again in backward")
     eval_every: int = key(0, "steps between evaluations of the held-out text, and one at the end; 0: none", at_least=0)
     nonfinite: Literal["stop", "skip"] = key("stop", "on a non-finite loss or norm: end the run, or skip the step")
@@ -156,6 +158,10 @@ class TrainConfig:
         if self.microbatches > self.global_batch:
             rule = f"must not exceed train.global_batch={self.global_batch}"
             yield Problem("train.microbatches", self.microbatches, rule, f"1 to {self.global_batch}")
+        if self.kernel == "flash" and self.dtype != "bfloat16":
+            yield Problem("train.kernel", self.kernel, f"does not know train.dtype={self.dtype}", "sdpa, or bfloat16")
+        if self.kernel == "flash" and importlib.util.find_spec("flash_attn") is None:
+            yield Problem("train.kernel", self.kernel, "needs the package flash-attn", "sdpa, or pip install .[flash]")
         if self.warmup_steps > self.steps:
             rule = f"must not exceed train.steps={self.steps}"
             yield Problem("train.warmup_steps", self.warmup_steps, rule, f"0 to {self.steps}")
@@ -169,6 +175,10 @@ class RecordConfig:
     ablation: str = key("", "name of the ablation that this run belongs to")
     arm: str = key("", "name of the arm in that ablation")
     warmup_steps: int = key(3, "first steps that timings leave out", at_least=0)
+    peak_tflops: float = key(0.0, "peak of one device in the run's dtype, TFLOP/s; 0 leaves MFU out", at_least=0)
+    causal_flops: bool = key(True, "count attention under the causal mask only: half the square")
+    tensorboard: bool = key(False, "write scalars and hyper-parameters to FOLDER/tensorboard/<run_id>")
+    profile: bool = key(False, "write a trace of the last step of rank 0 to FOLDER/traces/<run_id>.json, for Perfetto")
 
 
 @dataclass(frozen=True)
@@ -178,6 +188,11 @@ class LaunchConfig:
     device: Literal["auto", "cpu", "cuda"] = key("auto", "auto is cuda where there is one, else cpu")
     threads: int = key(0, "CPU threads of one rank; 0 shares the cores among the ranks of a node", at_least=0)
     timeout_s: float = key(300.0, "a collective that takes longer ends the run, seconds", at_least=1)
+
+    @property
+    def backend_timeout_s(self) -> float:
+        """When the backend itself gives up: later than the watchdog, which knows who is missing."""
+        return self.timeout_s + 5
 
 
 @dataclass(frozen=True)
@@ -244,7 +259,7 @@ def from_mapping(
 ) -> RunConfig:
     """As `load`, from the config that a row stores."""
     override, raw, problems = _read(None, words)
-    return _validated(dict(_flatten(tree)) | override, raw, problems, checks, world)
+    return _validated(dict(flat(tree)) | override, raw, problems, checks, world)
 
 
 def to_mapping(config: RunConfig) -> dict[str, dict[str, Value]]:
@@ -255,8 +270,8 @@ def to_mapping(config: RunConfig) -> dict[str, dict[str, Value]]:
 
 def to_words(config: RunConfig) -> list[str]:
     """The `key=value` words that make this config from the defaults."""
-    default = dict(_flatten(to_mapping(RunConfig())))
-    return [word(k, v) for k, v in _flatten(to_mapping(config)) if v != default[k]]
+    default = dict(flat(to_mapping(RunConfig())))
+    return [word(k, v) for k, v in flat(to_mapping(config)) if v != default[k]]
 
 
 def word(name: str, value: Value) -> str:
@@ -279,6 +294,17 @@ def _bare_or_quoted(text: str, place: str = "{}") -> str:
         pass
     escaped = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # no interpolation
     return yaml.safe_dump(escaped, default_style='"', width=sys.maxsize).strip()
+
+
+def flat(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves of a nested mapping as (`section.key`, value)."""
+    """`section.key` -> value, of any depth. A name that holds a dot itself is put in quotes: it is no path."""
+    for name, value in tree.items():
+        full = f"{prefix}'{name}'" if "." in str(name) else f"{prefix}{name}"
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, full + ".")
+        else:
+            yield full, value
 
 
 def help_text() -> str:
@@ -314,16 +340,6 @@ def _known() -> dict[str, tuple[Any, Mapping[str, Any]]]:
     }
 
 
-def _flatten(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """`section.key` -> value, of any depth. A name that holds a dot itself is put in quotes: it is no path."""
-    for name, value in tree.items():
-        full = f"{prefix}'{name}'" if "." in str(name) else f"{prefix}{name}"
-        if isinstance(value, Mapping) and value:
-            yield from _flatten(value, full + ".")
-        else:
-            yield full, value
-
-
 def read_yaml(path: Path) -> tuple[dict[str, Any], list[Problem]]:
     """The mapping that a YAML file holds, interpolations resolved, or what is wrong with the file."""
     layer, _, problems = _file_layer(path)
@@ -346,7 +362,7 @@ def _file_layer(path: Path) -> tuple[DictConfig, dict[str, Any], list[Problem]]:
             raise ValueError("the file holds no `section:` mapping")
         tree = OmegaConf.create(text) if written else OmegaConf.create()
         assert isinstance(tree, DictConfig)
-        return tree, dict(_flatten(written)), []
+        return tree, dict(flat(written)), []
     except FileNotFoundError:
         problem = Problem(str(path), None, "does not exist", _files_beside(path))
     except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
@@ -376,7 +392,7 @@ def _read(path: str | Path | None, words: Sequence[str]) -> tuple[dict[str, Any]
     for one in layers:
         tree = OmegaConf.to_container(one)
         assert isinstance(tree, dict)
-        given |= _flatten(tree)
+        given |= flat(tree)
     for name in [k for k, v in given.items() if k in known and isinstance(v, (str, list)) and "${" in str(v)]:
         try:
             found = OmegaConf.select(OmegaConf.merge(*layers), name)

@@ -1,7 +1,7 @@
 """What this rank received from others: bytes, calls and waiting time, by axis, purpose, collective and phase."""
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fractions import Fraction
@@ -25,16 +25,22 @@ class Ledger:
     """Bytes are exact fractions, as 2 (n-1)/n of a buffer need not be whole."""
 
     def __init__(self) -> None:
-        self.phase = "setup"  # set by the executor and the loop: F, B, W, optimizer or EVAL
+        self.phase = "setup"  # set by the executor and the loop: F, BW, optimizer or EVAL
+        self.allocates = "activations"  # what fresh memory is for; communication while `comm` makes buffers
         self.bytes: defaultdict[Label, Fraction] = defaultdict(Fraction)
         self.calls: defaultdict[Label, int] = defaultdict(int)
+        self.started: Counter[tuple[int, ...]] = Counter()  # collectives by the ranks that share them, never cleared
+        self.last: tuple[Label, tuple[int, ...]] | None = None  # the one that was started last
         self._wait_ms: defaultdict[str, float] = defaultdict(float)
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
-    def count(self, axis: str, purpose: str, op: str, received: Fraction) -> None:
+    def count(self, axis: str, ranks: tuple[int, ...], purpose: str, op: str, received: Fraction) -> None:
+        """A collective starts, in which this rank will have received so many bytes."""
         label = Label(axis, purpose, op, self.phase)
         self.bytes[label] += received
         self.calls[label] += 1
+        self.started[ranks] += 1
+        self.last = label, ranks
 
     @contextmanager
     def waiting(self, axis: str, device: torch.device) -> Iterator[None]:
@@ -42,7 +48,7 @@ class Ledger:
         evaluation is no part of a step, so it is not timed."""
         if self.phase == EVAL:
             yield
-        elif device.type == "cuda":
+        elif device.type == "cuda":  # the stream waits, the host goes on
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             yield

@@ -103,7 +103,7 @@ class Mesh:
 
     @classmethod
     def from_config(cls, config: RunConfig, world: int, rank: int, fake: bool = False) -> "Mesh":
-        mesh = cls(degrees(config), rank, fake, config.launch.timeout_s)
+        mesh = cls(degrees(config), rank, fake, config.launch.backend_timeout_s)
         if mesh.world != world:
             raise ValueError(f"the degrees make {mesh.world} ranks, the world has {world}")
         return mesh

@@ -58,9 +58,14 @@ class Row:
     step_ms: float  # median, warm-up steps left out
     step_ms_iqr: float  # interquartile range
     wall_s: float
-    state_bytes: dict[str, int]  # parameters, master, gradients, optimizer: largest over ranks
+    flops_per_token: int  # forward and backward of the model, by the convention that is named next
+    flops_convention: str
+    tflops_per_rank: float  # reached
+    mfu: float | None  # that over `record.peak_tflops`; None where no peak is stated
+    peak_bytes: dict[str, int]  # by category, in the fullest moment of a step, of the rank that needs most
+    rank_peak_bytes: list[int]  # of every rank
     comm_bytes: dict[str, dict[str, float]]  # axis -> purpose/op/phase -> bytes a rank receives in one step, largest
-    comm_wait_ms: dict[str, float] = field(default_factory=dict)  # axis -> time a rank waits in one step, largest
+    exposed_comm_ms: dict[str, float]  # axis -> time in which compute stands still for it in one step, largest
     evals: list[list[float]] = field(default_factory=list)  # [steps made, loss of the held-out text] of each evaluation
     eval_loss: float | None = None  # of the last evaluation, nats per counted token
     perplexity: float | None = None  # exp(eval_loss)

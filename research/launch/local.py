@@ -102,20 +102,26 @@ def _rank(
         sys.stdout.reconfigure(line_buffering=True)  # what a rank printed outlives its violent end
     os.close(alive_write)
     threading.Thread(target=_leave_with_parent, args=(alive_read,), daemon=True).start()
-    status = 0
+
+    def leave(error: str | None) -> None:
+        """The last word of this rank; an error in any of its threads is one."""
+        if error is not None:
+            with contextlib.suppress(OSError):  # after a value nobody listens
+                report: _Report[T] = _Report(place.rank, time.time(), error=error)
+                pipe.send_bytes(pickle.dumps(report))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0 if error is None else 1)  # without the parent's exit handlers
+
+    threading.excepthook = lambda failed: leave("".join(traceback.format_exception(failed.exc_value)))
     try:
         with process_group(place, config, init_method) as device:
             value = function(place, device)
             # Before the farewell: a rank that waits there for others has done its work.
             pipe.send_bytes(pickle.dumps(_Report(place.rank, time.time(), value=value)))
     except BaseException:
-        status = 1
-        report: _Report[T] = _Report(place.rank, time.time(), error=traceback.format_exc())
-        with contextlib.suppress(OSError):  # after a value nobody listens
-            pipe.send_bytes(pickle.dumps(report))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # without the parent's exit handlers
+        leave(traceback.format_exc())
+    leave(None)
 
 
 def _leave_with_parent(alive_read: int) -> None:

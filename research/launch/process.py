@@ -40,7 +40,7 @@ def process_group(place: Place, config: LaunchConfig, init_method: str) -> Itera
             init_method=init_method,
             rank=place.rank,
             world_size=place.world,
-            timeout=timedelta(seconds=config.timeout_s),
+            timeout=timedelta(seconds=config.backend_timeout_s),
             device_id=device if device.type == "cuda" else None,
         )
     yield device

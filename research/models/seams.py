@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from research.models.kernels import Products, causal_attention, permute
+from research.models.kernels import Products, causal_attention, flash_attention, permute
 
 Routed = Callable[[Tensor, Tensor], Tensor]  # rows (N, D) sorted by expert, counts (E,) -> (N, D)
 Seam = Callable[..., object]
@@ -85,11 +85,16 @@ class Seams:
     count: Callable[[Tensor, int], Tensor] = count
 
 
-def one_device(products: Products) -> Seams:
+def attend_flash(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+    """`attend` with the flash-attn kernel."""
+    return flash_attention(q, k, v)
+
+
+def one_device(products: Products, flash: bool = False) -> Seams:
     def column(x: Tensor, *weights: Tensor) -> list[Tensor]:
         return [products.linear(x, w) for w in weights]
 
-    return Seams(products, column, products.linear)
+    return Seams(products, column, products.linear, attend=attend_flash if flash else attend)
 
 
 def wire(

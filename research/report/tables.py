@@ -15,7 +15,8 @@ TRAFFIC = ("axis", "purpose/op/phase")
 DEFINITIONS = (
     "Loss: cross-entropy of the last step, nats per token; below the unigram entropy of the corpus, context is used.",
     "Step: median and interquartile range (IQR), warm-up left out, as in tokens/s.",
-    "State: bytes of one rank; received: bytes of one rank in one step. Each category counts for its largest rank.",
+    "Peak: bytes in the fullest moment of a step, of the rank that needs most.",
+    "Received: bytes of one rank in one step; each axis counts for its largest rank.",
     "Bold: best of its kind.",
 )
 
@@ -23,7 +24,7 @@ DEFINITIONS = (
 def frame(rows: Iterable[Row], order: Sequence[str] | None = None) -> pd.DataFrame:
     """One line a row, arms as in `order`; units stand in the column names, loss and entropy are in nats per token.
 
-    `state_bytes` adds up categories and `wire_bytes` axes, each the largest over ranks: upper bounds of one rank.
+    `wire_bytes` adds up axes, each the largest over ranks: an upper bound of one rank.
     """
     found = arranged(rows, order)
     axes = _axes(found)
@@ -41,7 +42,7 @@ def frame(rows: Iterable[Row], order: Sequence[str] | None = None) -> pd.DataFra
                 "tokens_per_s": r.tokens_per_s,
                 "step_ms_median": r.step_ms,
                 "step_ms_iqr": r.step_ms_iqr,
-                "state_bytes": _state_bytes(r),
+                "peak_bytes": _peak_bytes(r),
                 **{f"wire_bytes_{axis}": sum(r.comm_bytes.get(axis, {}).values()) for axis in axes},
                 "wire_bytes": _wire_bytes(r),
                 "tokens": r.tokens,
@@ -95,7 +96,7 @@ def _comparison(found: Sequence[Line], baseline: str) -> str:
         f"over {baseline}": [ABSENT if t is None else f"{t:.2f}×" for t in times],
         "step (ms)": _cells(found, lambda r: r.step_ms, _number, min),
         "IQR (ms)": _cells(found, lambda r: r.step_ms_iqr, _number),
-        "state (MiB)": _cells(found, lambda r: _state_bytes(r) / MIB, _number, min),
+        "peak (MiB)": _cells(found, lambda r: _peak_bytes(r) / MIB, _number, min),
         "received (MiB)": _cells(found, lambda r: _wire_bytes(r) / MIB, _number, min),
     }
     return _table(columns, text_columns=3)
@@ -189,8 +190,8 @@ def _label_bytes(line: Line, axis: str, label: str) -> float:
     return line.mean(lambda r: r.comm_bytes.get(axis, {}).get(label, 0.0))
 
 
-def _state_bytes(row: Row) -> int:
-    return sum(row.state_bytes.values())
+def _peak_bytes(row: Row) -> int:
+    return sum(row.peak_bytes.values())
 
 
 def _wire_bytes(row: Row) -> float:

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from research.build import Built
 from research.ledger import EVAL
@@ -21,6 +22,9 @@ class Action(NamedTuple):
     kind: Literal["F", "BW"]
     stage: int
     microbatch: int
+
+
+NAMES = {"F": "forward", "BW": "backward"}  # in traces
 
 
 def one_stage(microbatches: int) -> list[Action]:
@@ -68,18 +72,19 @@ def execute(
     totals = torch.zeros(2, dtype=storage.grad_dtype if backward else torch.float64, device=storage.device)
     for i, (kind, _, m) in enumerate(actions):
         built.mesh.ledger.phase = kind if backward else EVAL
-        if kind == "F":
-            with torch.set_grad_enabled(bool(backward)):
-                output = built.model(batch(m))
-            for total, o, s in zip(totals, output, weigh.seeds(m), strict=True):
-                total.add_(o.detach(), alpha=s)
-            if backward:
-                outputs[m] = output
-        else:
-            storage.begin_backward(last=i == backward[-1])
-            output = outputs.pop(m)
-            seeds = [torch.full_like(o, s) for o, s in zip(output, weigh.seeds(m), strict=True)]
-            torch.autograd.backward(output, seeds)
+        with record_function(f"{NAMES[kind] if backward else EVAL} {m}"):
+            if kind == "F":
+                with torch.set_grad_enabled(bool(backward)):
+                    output = built.model(batch(m))
+                for total, o, s in zip(totals, output, weigh.seeds(m), strict=True):
+                    total.add_(o.detach(), alpha=s)
+                if backward:
+                    outputs[m] = output
+            else:
+                storage.begin_backward(last=i == backward[-1])
+                output = outputs.pop(m)
+                seeds = [torch.full_like(o, s) for o, s in zip(output, weigh.seeds(m), strict=True)]
+                torch.autograd.backward(output, seeds)
     if backward:
         storage.finish_backward()
     return totals

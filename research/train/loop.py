@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from research import comm
 from research.build import build
@@ -74,9 +75,10 @@ class Trainer:
         raises FloatingPointError where `train.nonfinite` says stop. Reading the three numbers is the one host sync of
         a step, after all its work is queued.
         """
-        norm = self.storage.norm()
-        numbers = torch.cat([totals, norm[None]])
-        self.storage.step(learning_rate(self.config.train, index), norm, numbers.isfinite().all())
+        with record_function("optimizer"):
+            norm = self.storage.norm()
+            numbers = torch.cat([totals, norm[None]])
+            self.storage.step(learning_rate(self.config.train, index), norm, numbers.isfinite().all())
         values = numbers.tolist()
         finite = all(v - v == 0 for v in values)
         if not finite and self.config.train.nonfinite == "stop":

@@ -16,9 +16,12 @@ from research.config import to_mapping
 from research.data.batches import HeldOut
 from research.launch.process import Place, threads
 from research.ledger import EVAL
+from research.models.batch import Batch
 from research.models.decoder import active_parameters
+from research.models.flops import flops_per_token
 from research.record import Hardware, Row, run_id
 from research.train.loop import Step, Trainer
+from research.train.memory import peak_bytes
 
 K = TypeVar("K")
 V = TypeVar("V", int, float)
@@ -28,25 +31,31 @@ def make_row(
     trainer: Trainer,
     place: Place,
     steps: Sequence[Step],
+    next_batch: Sequence[Batch],
     unigram_entropy: float,
     held_out: HeldOut | None,
     started: datetime,
 ) -> Row:
-    """The row of a finished run, the same on every rank. Every rank must call it. Bytes and waits are those of steps,
-    without evaluations."""
+    """The row of a finished run, the same on every rank. Every rank must call it; memory is measured in one more step,
+    on `next_batch`, which is not timed and changes no weight. Bytes and waits are those of steps, without evaluations.
+    """
     config, built, ledger = trainer.config, trainer.built, trainer.mesh.ledger
     of_steps = {k: v for k, v in ledger.bytes.items() if k.phase != EVAL}
     mine = (
-        trainer.storage.state_bytes(),
         {(k.axis, f"{k.purpose}/{k.op}/{k.phase}"): float(v / len(steps)) for k, v in of_steps.items()},
         {axis: ms / len(steps) for axis, ms in ledger.wait_ms().items()},
+        peak_bytes(trainer, next_batch),  # last, as its step is counted too
     )
-    states, sent, waits = zip(*comm.gather_objects(mine, trainer.world), strict=True)
+    sent, waits, peaks = zip(*comm.gather_objects(mine, trainer.world), strict=True)
     comm_bytes: dict[str, dict[str, float]] = {}
     for (axis, label), value in _largest(sent).items():
         comm_bytes.setdefault(axis, {})[label] = value
     timed = steps[min(config.record.warmup_steps, len(steps) - 1) :]
     step_ms = [s.ms for s in timed]
+    tokens_per_s = sum(s.tokens for s in timed) / sum(step_ms) * 1e3
+    causal = config.record.causal_flops
+    flops = flops_per_token(config.model, built.specs, config.data.sequence, causal)
+    tflops = flops * tokens_per_s / place.world / 1e12
     commit, dirty = code_version()
     return Row(
         run_id=run_id(config),
@@ -67,13 +76,18 @@ def make_row(
         grad_norms=[s.norm for s in steps],
         skipped_steps=sum(s.skipped for s in steps),
         tokens=sum(s.tokens for s in steps),
-        tokens_per_s=sum(s.tokens for s in timed) / sum(step_ms) * 1e3,
+        tokens_per_s=tokens_per_s,
         step_ms=statistics.median(step_ms),
         step_ms_iqr=_iqr(step_ms),
         wall_s=(datetime.now(UTC) - started).total_seconds(),
-        state_bytes=_largest(states),
+        flops_per_token=flops,
+        flops_convention=f"6 per active matrix element, attention {'causal' if causal else 'full'}",
+        tflops_per_rank=tflops,
+        mfu=tflops / config.record.peak_tflops if config.record.peak_tflops else None,
+        peak_bytes=max(peaks, key=lambda p: sum(p.values())),
+        rank_peak_bytes=[sum(p.values()) for p in peaks],
         comm_bytes=comm_bytes,
-        comm_wait_ms=_largest(waits),
+        exposed_comm_ms=_largest(waits),
         **_evaluations(steps, held_out),
     )
 

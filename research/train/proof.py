@@ -56,7 +56,7 @@ def reference_of(config: RunConfig) -> RunConfig:
     """The same training on one process, without anything that shall not change its result."""
     axes = {a: type(getattr(config, a))() for a in AXIS_SECTIONS if hasattr(config, a)}
     plain = {a: dataclasses.replace(section, degree=1) for a, section in axes.items()}
-    train = dataclasses.replace(config.train, recompute="none", bucket_mib=RunConfig().train.bucket_mib)
+    train = dataclasses.replace(config.train, recompute="none", kernel="sdpa", bucket_mib=RunConfig().train.bucket_mib)
     return dataclasses.replace(config, train=train, **plain)
 
 

@@ -10,11 +10,12 @@ from research.data.batches import GlobalBatches, HeldOut
 from research.data.packing import Packed, held_out
 from research.data.tokens import Corpus, open_tokens
 from research.launch.process import Place
+from research.launch.watchdog import watched
 from research.mesh import Mesh
 from research.record import Row
 from research.train.loop import Step, Trainer, train
 from research.train.metrics import make_row
-from research.train.progress import shown
+from research.train.watch import boarded, shown, traced
 
 
 def run(config: RunConfig, place: Place, device: torch.device) -> Row:
@@ -23,11 +24,15 @@ def run(config: RunConfig, place: Place, device: torch.device) -> Row:
     corpus = open_tokens(config.data)
     batches = global_batches(config, corpus)
     validation = validation_batches(config, corpus) if config.train.eval_every else None
-    trainer = Trainer(config, Mesh.from_config(config, place.world, place.rank), device)
-    steps: list[Step] = []
-    for step in shown(train(trainer, batches.microbatches_of, validation), config, quiet=place.rank > 0):
-        steps.append(step)
-    row = make_row(trainer, place, steps, corpus.unigram_entropy, validation, started)
+    mesh = Mesh.from_config(config, place.world, place.rank)
+    with watched(mesh.ledger, place, config.launch.timeout_s):
+        trainer = Trainer(config, mesh, device)
+        steps = train(trainer, batches.microbatches_of, validation)
+        if place.rank == 0:
+            steps = shown(boarded(traced(steps, config), config), config)
+        done: list[Step] = list(steps)
+        following = batches.microbatches_of(len(done))
+        row = make_row(trainer, place, done, following, corpus.unigram_entropy, validation, started)
     if place.rank == 0:
         record.write(row, config.record.folder)
     return row

@@ -149,16 +149,12 @@ class Storage:
         for bucket in self.buckets:
             bucket.flat.zero_()
 
-    def state_bytes(self) -> dict[str, int]:
-        """Bytes of this rank's training state by category."""
-        held = self.held.values()
-        apart = [h for h in held if h.used.data_ptr() != h.master.data_ptr()]
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """All of this rank's training state, by category of the memory meter."""
         moments = (t for state in self.optimizer.state.values() for t in state.values())
         return {
-            "parameters": sum(h.used.nbytes for h in held),
-            "master": sum(h.master.nbytes for h in apart),
-            "gradients": sum(b.flat.nbytes for b in self.buckets),
-            "optimizer": sum(t.nbytes for t in moments if isinstance(t, Tensor) and t.dim()),
+            "parameters": [h.used for h in self.held.values()],
+            "master": [h.master for h in self.held.values() if h.used.data_ptr() != h.master.data_ptr()],
+            "gradients": [b.flat for b in self.buckets],
+            "optimizer": [t for t in moments if isinstance(t, Tensor)],
         }
-
-

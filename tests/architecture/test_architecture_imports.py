@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "research.parallel": "config mesh comm models.batch models.seams models.kernels",  # and its own folder
     "research.parallel.axis": "config mesh models.batch models.seams parallel",
     "research.build": "config mesh comm models parallel.axis",
-    "research.launch": "config launch",
+    "research.launch": "config ledger launch",
     "research.launch.ablation": "config record",
     "research.train": "config ledger mesh comm record data models parallel.axis build launch train",
     "research.report": "config record report",
@@ -162,8 +162,8 @@ def test_no_import_is_hidden(trees: Trees) -> None:
         f"{name}: {ast.unparse(node)}, line {node.lineno}"
         for name, tree in trees.items()
         for node in ast.walk(tree)
-        if (isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.path")
-        or (isinstance(node, ast.Name) and node.id in ("__import__", "importlib", "exec", "eval"))
+        if (isinstance(node, ast.Attribute) and ast.unparse(node) in ("sys.path", "importlib.import_module"))
+        or (isinstance(node, ast.Name) and node.id in ("__import__", "exec", "eval"))
     ]
     assert hidden == []
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from research.launch.environment import joined
+from research.launch.environment import hosts, joined
 from research.launch.process import Place
 
 MEETING = {"MASTER_ADDR": "node07", "MASTER_PORT": "29501"}
@@ -19,7 +19,8 @@ SRUN = {
     "SLURM_STEP_NUM_TASKS": "8",
     "SLURM_LOCALID": "1",
     "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
-    **MEETING,
+    "SLURM_STEP_NODELIST": "node[07-08]",
+    "SLURM_JOB_ID": "9501",
 }
 
 
@@ -28,6 +29,34 @@ def test_a_complete_environment_is_a_place(environment: dict[str, str]) -> None:
     where = joined(environment)
     assert where is not None and where.place == Place(5, 8, 1, 4) and where.place.nodes == 2
     assert where.init_method == "tcp://node07:29501"
+
+
+def test_where_srun_meets_may_be_said_and_is_never_shared() -> None:
+    said = joined(SRUN | {"MASTER_ADDR": "elsewhere", "MASTER_PORT": "1234"})
+    assert said is not None and said.init_method == "tcp://elsewhere:1234"
+    neighbours = [SRUN | {"SLURM_JOB_ID": str(j), "SLURM_STEP_ID": str(s)} for j in range(9000, 9100) for s in range(5)]
+    assert len({where.init_method for where in map(joined, neighbours) if where}) == 500
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "want"),
+    [
+        ("a", "a"),
+        ("a1,b2", "a1 b2"),
+        ("a[01-03,7]", "a01 a02 a03 a7"),
+        ("a[01-03,7],b,c[9-11]-ib", "a01 a02 a03 a7 b c9-ib c10-ib c11-ib"),
+        ("rack[1-2]node[08-09]", "rack1node08 rack1node09 rack2node08 rack2node09"),
+        ("gpu-0-[098-101]", "gpu-0-098 gpu-0-099 gpu-0-100 gpu-0-101"),
+    ],
+)
+def test_node_lists(nodelist: str, want: str) -> None:
+    assert hosts(nodelist) == want.split()
+
+
+@pytest.mark.parametrize("nodelist", ["", "a[", "a[]", "a[1-]", "a[x]", "a[1,,2]", ","])
+def test_what_is_no_node_list(nodelist: str) -> None:
+    with pytest.raises(ValueError, match="is no list of nodes"):
+        hosts(nodelist)
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_arms_come_as_ordered_and_the_first_is_the_baseline(rows):
 
 def test_values_have_readable_units(rows):
     line = cells(markdown(rows, "axes", ORDER), "dp2")
-    assert line["state (MiB)"] == "2.00"  # parameters and gradients of 1 MiB each
+    assert line["peak (MiB)"] == "2.00"  # parameters and gradients of 1 MiB each
     assert line["received (MiB)"] == "1.00"
     assert line["step (ms)"] == "141"
     assert line["unigram entropy (nats)"] == "3.2500"
@@ -135,7 +135,7 @@ def test_frame_adds_up_axes(make_row):
     table = frame([make_row("x", comm_bytes=comm), make_row("y")]).set_index("arm")
     assert table.loc["x", ["wire_bytes_dp", "wire_bytes_tp", "wire_bytes"]].tolist() == [3.0, 30.0, 33.0]
     assert table.loc["y", "wire_bytes"] == 0
-    assert table.loc["x", "state_bytes"] == 2 * 2**20
+    assert table.loc["x", "peak_bytes"] == 2 * 2**20
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,57 @@
+"""Floating-point operations of the model: a closed formula, and a counter that must agree with it.
+
+L layers, H heads, h head dim, S tokens of a sample
+"""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from research.config import ModelConfig
+from research.models.params import Spec
+
+
+def flops_per_token(c: ModelConfig, declared: Mapping[str, Spec], sequence: int, causal: bool) -> int:
+    """Forward and backward of one token: 6 for each matrix element that it is multiplied with, and 12 L H h S for
+    attention over the whole sample (Chowdhery et al. 2022, appendix B), or half of that where `causal`.
+
+    The input embedding is looked up, not multiplied; a tied one counts as the head. Of the routed experts the chosen
+    ones count. Recompute does not count: the work is the model's, whatever the run does for it.
+    """
+    matrices = 0
+    for name, spec in declared.items():
+        if len(spec.dims) > 1 and (name != "embedding" or c.tied):
+            matrices += spec.numel * c.top_k // c.experts if "expert" in spec.dims else spec.numel
+    attention = 12 * c.layers * c.heads * c.head_dim * sequence
+    return 6 * matrices + (attention // 2 if causal else attention)
+
+
+def counter() -> FlopCounterMode:
+    """torch's counter, taught the operators it does not see; attention counts the whole square, as it does on CUDA."""
+    ops = torch.ops.aten
+    return FlopCounterMode(
+        display=False,
+        custom_mapping={
+            ops._grouped_mm: _grouped,
+            ops._scaled_dot_product_flash_attention_for_cpu: _attention,
+            ops._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+        },
+    )
+
+
+def _grouped(a, b, *args, out_shape=None, **kwargs) -> int:  # type: ignore[no-untyped-def]
+    """(N, I) x (E, I, O), or (I, N) x (N, O) -> (E, I, O): 2 N I O either way."""
+    return 2 * math.prod(a) * b[-1]
+
+
+def _attention(q, k, v, *args, out_shape=None, **kwargs) -> int:  # type: ignore[no-untyped-def]
+    """q (B, H, S, h), k and v (B, G, T, h): two products of 2 B H S T h."""
+    batch, heads, length, width = q
+    return 2 * batch * heads * length * k[2] * (width + v[3])
+
+
+def _attention_backward(dy, q, k, v, *args, out_shape=None, **kwargs) -> int:  # type: ignore[no-untyped-def]
+    """dv, dp, dq, dk: four products. What a kernel computes again to save memory is not the model's work."""
+    return 2 * _attention(q, k, v)

@@ -1,0 +1,74 @@
+"""A rank that hangs is named, with the collective that the others wait in."""
+
+import os
+import time
+
+import pytest
+
+from research.config import load, replace
+from research.launch.local import RankError, start
+from research.train import loop
+from research.train.run import run
+
+
+@pytest.fixture
+def config(text, tmp_path):
+    words = [f"data.path={text}", f"data.cache={tmp_path}/cache", f"record.folder={tmp_path}", "train.steps=50"]
+    return load("experiments/configs/tiny.yaml", [*words, "dp.degree=3", "launch.timeout_s=3"])
+
+
+@pytest.mark.parametrize("late", [0, 2])
+@pytest.mark.parametrize(("where", "what"), [("backward", "expert counts"), ("update", "gradient norm")])
+def test_a_sleeping_rank_is_named(config, monkeypatch, late, where, what):
+    real = getattr(loop.Trainer, where)
+
+    def sleeps(self, *words):
+        if self.mesh.rank == late and self.steps_seen == 3:
+            time.sleep(1000)
+        self.steps_seen += where == "update"
+        return real(self, *words)
+
+    monkeypatch.setattr(loop.Trainer, where, sleeps)
+    monkeypatch.setattr(loop.Trainer, "steps_seen", 0, raising=False)
+    if where == "backward":
+        update = loop.Trainer.update
+
+        def counts(self, *words):
+            self.steps_seen += 1
+            return update(self, *words)
+
+        monkeypatch.setattr(loop.Trainer, "update", counts)
+    begin = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        start(lambda p, d: run(config, p, d), 3, config.launch, 40.0)
+    assert f"all_reduce of {what} on axis" in str(caught.value)
+    assert f"of ranks 0,1,2, ranks {late} did not arrive after 3 s (launch.timeout_s)" in str(caught.value)
+    assert caught.value.rank != late
+    assert time.monotonic() - begin < 15
+
+
+def test_a_slow_rank_is_waited_for(config, monkeypatch):
+    """Slower than a look, faster than the limit."""
+    real = loop.Trainer.update
+
+    def slow(self, index, totals):
+        if index == 1 and self.mesh.rank == 1:
+            time.sleep(2.0)
+        return real(self, index, totals)
+
+    monkeypatch.setattr(loop.Trainer, "update", slow)
+    config = replace(config, {"train.steps": 3, "train.warmup_steps": 1})
+    assert len({r.run_id for r in start(lambda p, d: run(config, p, d), 3, config.launch, 40.0)}) == 1
+
+
+def test_a_thread_that_fails_ends_its_rank(config):
+    def body(place, device):
+        import threading
+
+        if place.rank == 1:
+            threading.Thread(target=lambda: os.fspath(None)).start()
+        time.sleep(30)
+
+    with pytest.raises(RankError, match="expected str, bytes or os") as caught:
+        start(body, 2, config.launch, 20.0)
+    assert caught.value.rank == 1
