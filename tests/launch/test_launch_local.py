@@ -1,7 +1,7 @@
 """Ranks that are started here end together: each way to fail, each way to be ended, and nothing is left behind."""
 
-import gc
 import contextlib
+import gc
 import os
 import signal
 import socket

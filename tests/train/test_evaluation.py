@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from experiments.command import CHECKS
 from research import comm, record
@@ -212,6 +213,16 @@ def test_bytes_of_a_row_are_those_of_steps(config):
     config = replace(config, {"dp.degree": 2})
     rows = [start(partial(run, c), 2, c.launch, LIMIT_S)[0] for c in (config, replace(config, {"train.eval_every": 0}))]
     assert len(rows[0].evals) == 3 and rows[0].comm_bytes == rows[1].comm_bytes and rows[0].comm_bytes
+
+
+def test_tensorboard_and_trace_tell_evaluations(config, tmp_path):
+    config = replace(config, {"record.tensorboard": True, "record.profile": True})
+    row = start(partial(run, config), 1, config.launch, LIMIT_S)[0]
+    board = EventAccumulator(str(tmp_path / "tensorboard" / row.run_id)).Reload()
+    found = [(e.step + 1, e.value) for e in board.Scalars("loss/held_out")]
+    assert found == [(step, pytest.approx(loss, rel=1e-6)) for step, loss in row.evals]
+    trace = json.loads((tmp_path / "traces" / f"{row.run_id}.json").read_text())
+    assert {"forward 2", "backward 2", "eval 0", "eval 3"} <= {e.get("name") for e in trace["traceEvents"]}
 
 
 def test_without_evaluation_the_row_is_empty_there(config):
