@@ -25,6 +25,9 @@ def train(words: Sequence[str], where: Joined | None) -> int:
         print(f"loss {row.loss:.4f}, unigram entropy of the corpus {row.unigram_entropy:.4f} nats a token{skipped}")
         print(f"{row.tokens_per_s:,.0f} tokens/s, {row.step_ms:.1f} ms a step")
         print(row_path(config.record.folder, row.run_id))
+        if row.eval_loss is not None:
+            bits = "" if row.bits_per_byte is None else f", {row.bits_per_byte:.4f} bits a byte"
+            print(f"held-out text: loss {row.eval_loss:.4f}, perplexity {row.perplexity:.4g}{bits}")
     return 0
 
 

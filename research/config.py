@@ -21,6 +21,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 Scalar = int | float | bool | str | None
+Value = Scalar | Sequence[Scalar]  # a key of several values holds a tuple; mappings, JSON and YAML have lists
 
 
 @dataclass(frozen=True)
@@ -104,11 +105,28 @@ class DpConfig:
 class DataConfig:
     """Text, tokenizer and sample length."""
 
-    path: str = key("stdlib", "stdlib (source text of Python's standard library), or a UTF-8 text file")
-    tokenizer: Literal["bytes", "bpe"] = key("bytes", "bytes, or a byte-level BPE trained on the text")
+    path: tuple[str, ...] = key(
+        ("stdlib",),
+        "sources, each one of: stdlib (source text of Python's standard library); a UTF-8 text, .jsonl or .parquet "
+        "file, a folder or a glob of them; a .bin of token ids with its .json sidecar; a Megatron .bin/.idx pair",
+    )
+    weights: tuple[float, ...] = key((), "share of the samples that each source gets; [] goes by size", at_least=0)
+    text_field: str = key("text", "JSONL field and Parquet column that hold a document")
+    heldout: float = key(0.0, "share of the documents kept from training, for evaluation", at_least=0, at_most=0.9)
+    tokenizer: str = key("bytes", "bytes, bpe (byte-level, trained on the text), or the path of a tokenizer.json")
     bpe_vocab: int = key(4096, "entries of the trained BPE", at_least=257)
     sequence: int = key(64, "tokens of one sample", at_least=1)
     cache: str = key(".cache/data", "folder for tokenised text; safe to delete")
+
+    def problems(self) -> Iterator[Problem]:
+        if not self.path:
+            yield Problem("data.path", "[]", "names no source", "at least one")
+        if self.weights and len(self.weights) != len(self.path):
+            rule = f"must hold one weight for each of the {len(self.path)} sources of data.path"
+            yield Problem("data.weights", self.weights, rule, f"[] or {len(self.path)} numbers")
+        for i, weight in enumerate(self.weights):
+            if weight == 0:
+                yield Problem(f"data.weights[{i}]", weight, "leaves its source out", "more than 0, or no such source")
 
 
 @dataclass(frozen=True)
@@ -133,6 +151,7 @@ class TrainConfig:
     )
     kernel: Literal["sdpa", "flash"] = key("sdpa", "of attention: torch's own, or flash-attn (CUDA, bfloat16)")
     recompute: Literal["none", "full"] = key("none", "full: keep only each layer's input, run it again in backward")
+    eval_every: int = key(0, "steps between evaluations of the held-out text, and one at the end; 0: none", at_least=0)
     nonfinite: Literal["stop", "skip"] = key("stop", "on a non-finite loss or norm: end the run, or skip the step")
     bucket_mib: float = key(16.0, "size of one gradient bucket, MiB: one collective each", at_least=0)
     deterministic: bool = key(False, "refuse nondeterministic kernels and fill fresh memory with NaN (slower)")
@@ -214,7 +233,7 @@ def with_world(config: RunConfig, world: int | None) -> tuple[RunConfig, list[Pr
     return config, []
 
 
-def replace(config: RunConfig, changes: Mapping[str, Scalar]) -> RunConfig:
+def replace(config: RunConfig, changes: Mapping[str, Value]) -> RunConfig:
     """A copy with some `section.key`s changed; neither types nor rules are checked."""
     for name, value in changes.items():
         section, _, leaf = name.partition(".")
@@ -243,8 +262,10 @@ def from_mapping(
     return _validated(dict(flat(tree)) | override, raw, problems, checks, world)
 
 
-def to_mapping(config: RunConfig) -> dict[str, dict[str, Scalar]]:
-    return dataclasses.asdict(config)
+def to_mapping(config: RunConfig) -> dict[str, dict[str, Value]]:
+    """Sections of keys, as JSON holds them."""
+    tree = dataclasses.asdict(config)
+    return {s: {k: list(v) if isinstance(v, tuple) else v for k, v in keys.items()} for s, keys in tree.items()}
 
 
 def to_words(config: RunConfig) -> list[str]:
@@ -253,14 +274,21 @@ def to_words(config: RunConfig) -> list[str]:
     return [word(k, v) for k, v in flat(to_mapping(config)) if v != default[k]]
 
 
-def word(name: str, value: Scalar) -> str:
+def word(name: str, value: Value) -> str:
     """The `key=value` word that gives a key this value, in quotes where bare text would be read as something else."""
-    return f"{name}={_bare_or_quoted(value) if isinstance(value, str) else _text(value)}"
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        return f"{name}={_bare_or_quoted(value) if isinstance(value, str) else _text(value)}"
+    if len(value) == 1:
+        return word(name, value[0])
+    inside = (_bare_or_quoted(v, "[{}]") if isinstance(v, str) else _text(v) for v in value)
+    return f"{name}=[{','.join(inside)}]"
 
 
-def _bare_or_quoted(text: str) -> str:
+def _bare_or_quoted(text: str, place: str = "{}") -> str:
+    """The text as it may stand in a word; `place` is what stands around it there."""
     try:
-        if OmegaConf.from_dotlist([f"text={text}"])["text"] == text:
+        read = OmegaConf.to_container(OmegaConf.from_dotlist([f"text={place.format(text)}"]), resolve=True)
+        if read == {"text": text if place == "{}" else [text]}:
             return text
     except (yaml.YAMLError, OmegaConfBaseException):
         pass
@@ -323,8 +351,8 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], list[Problem]]:
     return {str(k): v for k, v in tree.items()}, problems
 
 
-def _file_layer(path: Path) -> tuple[DictConfig, dict[str, str], list[Problem]]:
-    """What a YAML file gives, and the text that each of its leaves was written as."""
+def _file_layer(path: Path) -> tuple[DictConfig, dict[str, Any], list[Problem]]:
+    """What a YAML file gives, and the text (a list of texts) that each of its leaves was written as."""
     try:
         text = path.read_text(encoding="utf-8")
         written = yaml.load(text, yaml.BaseLoader)
@@ -334,7 +362,7 @@ def _file_layer(path: Path) -> tuple[DictConfig, dict[str, str], list[Problem]]:
             raise ValueError("the file holds no `section:` mapping")
         tree = OmegaConf.create(text) if written else OmegaConf.create()
         assert isinstance(tree, DictConfig)
-        return tree, {k: v for k, v in flat(written) if isinstance(v, str)}, []
+        return tree, dict(flat(written)), []
     except FileNotFoundError:
         problem = Problem(str(path), None, "does not exist", _files_beside(path))
     except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
@@ -342,7 +370,7 @@ def _file_layer(path: Path) -> tuple[DictConfig, dict[str, str], list[Problem]]:
     return OmegaConf.create(), {}, [problem]
 
 
-def _read(path: str | Path | None, words: Sequence[str]) -> tuple[dict[str, Any], dict[str, str], list[Problem]]:
+def _read(path: str | Path | None, words: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any], list[Problem]]:
     """Merge file and words. Returns values, the text that each was written as, and problems."""
     layer, raw, problems = _file_layer(Path(path)) if path is not None else (OmegaConf.create(), {}, [])
     layers: list[DictConfig | ListConfig] = [layer]
@@ -365,9 +393,10 @@ def _read(path: str | Path | None, words: Sequence[str]) -> tuple[dict[str, Any]
         tree = OmegaConf.to_container(one)
         assert isinstance(tree, dict)
         given |= flat(tree)
-    for name in [k for k, v in given.items() if k in known and isinstance(v, str) and "${" in v]:
+    for name in [k for k, v in given.items() if k in known and isinstance(v, (str, list)) and "${" in str(v)]:
         try:
-            given[name] = OmegaConf.select(OmegaConf.merge(*layers), name)
+            found = OmegaConf.select(OmegaConf.merge(*layers), name)
+            given[name] = OmegaConf.to_container(found, resolve=True) if isinstance(found, ListConfig) else found
         except OmegaConfBaseException as error:
             problems.append(Problem(name, given.pop(name), f"cannot be resolved: {str(error).splitlines()[0]}"))
     return given, raw, problems
@@ -381,23 +410,23 @@ def _files_beside(path: Path) -> str:
 
 def _validated(
     given: Mapping[str, Any],
-    raw: Mapping[str, str],
+    raw: Mapping[str, Any],
     problems: list[Problem],
     checks: Sequence[Check],
     world: int | None,
 ) -> RunConfig:
     """Problems of single keys first; the rules that join keys are tried on what remains."""
     known = _known()
-    good: dict[str, Scalar] = {}
+    good: dict[str, Value] = {}
     for name, value in given.items():
         if name in _section_types() and value in (None, {}):
             continue  # an empty section
         if name not in known:
             problems.append(_unknown(name, value, list(known)))
-        elif bad := _bad_value(name, value, raw.get(name), *known[name]):
-            problems.append(bad)
+        elif bad := list(_bad_values(name, value, raw.get(name), *known[name])):
+            problems += bad
         else:
-            good[name] = float(value) if known[name][0] is float else value
+            good[name] = _made(value, known[name][0])
     config = replace(RunConfig(), good)
     rules = [p for s in dataclasses.fields(config) for p in getattr(getattr(config, s.name), "problems", tuple)()]
     unclear = {p.key for p in [*problems, *rules] if p.key.endswith(".degree")}
@@ -423,6 +452,26 @@ def _unknown(name: str, value: object, known: list[str]) -> Problem:
     near = near or ([] if inside else difflib.get_close_matches(name, known, n=1))
     legal = near or inside or [s + ".*" for s in sections]
     return Problem(name, value, f"is not a key{f', did you mean {near[0]}?' if near else ''}", ", ".join(legal))
+
+
+def _bad_values(name: str, value: Any, raw: Any, kind: Any, limits: Mapping[str, Any]) -> Iterator[Problem]:
+    """What is wrong with a value, or with each element of a list; one value stands for a list of one."""
+    if get_origin(kind) is tuple and isinstance(value, (list, tuple)):
+        written = yaml.load(raw, yaml.BaseLoader) if isinstance(raw, str) else raw
+        texts = written if isinstance(written, list) and len(written) == len(value) else [None] * len(value)
+        for i, (element, text) in enumerate(zip(value, texts, strict=True)):
+            yield from _bad_values(f"{name}[{i}]", element, text, get_args(kind)[0], limits)
+        return
+    one = get_args(kind)[0] if get_origin(kind) is tuple else kind
+    if bad := _bad_value(name, value, raw if isinstance(raw, str) else None, one, limits):
+        yield dataclasses.replace(bad, legal=_legal(kind, limits))
+
+
+def _made(value: Any, kind: Any) -> Any:
+    """A value that has the type, as the config holds it."""
+    if get_origin(kind) is tuple:
+        return tuple(_made(v, get_args(kind)[0]) for v in (value if isinstance(value, (list, tuple)) else [value]))
+    return float(value) if kind is float else value
 
 
 def _bad_value(name: str, value: Any, raw: str | None, kind: Any, limits: Mapping[str, Any]) -> Problem | None:
@@ -476,6 +525,8 @@ def _type_name(kind: Any) -> str:
 
 
 def _legal(kind: Any, limits: Mapping[str, Any]) -> str:
+    if get_origin(kind) is tuple:
+        return f"one or a list; each {_legal(get_args(kind)[0], limits)}"
     if get_origin(kind) is Literal:
         return ", ".join(map(str, get_args(kind)))
     low, high = limits["at_least"], limits["at_most"]
@@ -491,4 +542,6 @@ def _text(value: object) -> str:
         return str(value).lower()
     if isinstance(value, float) and value == float(f"{value:g}"):
         return f"{value:g}"
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_text, value))}]"
     return "null" if value is None else str(value)

@@ -2,15 +2,25 @@
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 
 def write_atomically(path: Path, content: bytes) -> None:
     """A reader sees the old file or the whole new one, after a crash too."""
+    with atomically(path) as file:
+        file.write(content)
+
+
+@contextmanager
+def atomically(path: Path) -> Iterator[IO[bytes]]:
+    """As `write_atomically`, for content that comes piece by piece: the file appears when the block ends."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
         try:
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
             Path(file.name).chmod(0o644)

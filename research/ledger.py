@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+EVAL = "eval"  # the phase of an evaluation
+
 
 class Label(NamedTuple):
     """Who spoke (axis), about what (purpose), how (collective) and when (phase of the step)."""
@@ -23,7 +25,7 @@ class Ledger:
     """Bytes are exact fractions, as 2 (n-1)/n of a buffer need not be whole."""
 
     def __init__(self) -> None:
-        self.phase = "setup"  # set by the executor and the loop: F, BW, optimizer
+        self.phase = "setup"  # set by the executor and the loop: F, BW, optimizer or EVAL
         self.allocates = "activations"  # what fresh memory is for; communication while `comm` makes buffers
         self.bytes: defaultdict[Label, Fraction] = defaultdict(Fraction)
         self.calls: defaultdict[Label, int] = defaultdict(int)
@@ -42,8 +44,11 @@ class Ledger:
 
     @contextmanager
     def waiting(self, axis: str, device: torch.device) -> Iterator[None]:
-        """Time in which compute stands still for `axis`: host time on CPU, stream time on CUDA (no sync here)."""
-        if device.type == "cuda":  # the stream waits, the host goes on
+        """Time in which compute stands still for `axis`: host time on CPU, stream time on CUDA (no sync here). An
+        evaluation is no part of a step, so it is not timed."""
+        if self.phase == EVAL:
+            yield
+        elif device.type == "cuda":  # the stream waits, the host goes on
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             yield

@@ -7,11 +7,11 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from research.config import Problem, RunConfig, Scalar, flat, to_mapping
+from research.config import Problem, RunConfig, Value, flat, to_mapping
 from research.files import write_atomically
 
 Kind = Literal["measured", "dry", "simulated"]
@@ -47,7 +47,7 @@ class Row:
     started: str  # UTC, ISO 8601
     commit: str  # "" outside a git checkout
     dirty: bool
-    config: dict[str, dict[str, Scalar]]
+    config: dict[str, dict[str, Value]]
     hardware: Hardware
     parameters: int
     active_parameters: int  # those that one token meets
@@ -69,9 +69,13 @@ class Row:
     rank_peak_bytes: list[int]  # of every rank
     comm_bytes: dict[str, dict[str, float]]  # axis -> purpose/op/phase -> bytes a rank receives in one step, largest
     exposed_comm_ms: dict[str, float]  # axis -> time in which compute stands still for it in one step, largest
+    evals: list[list[float]] = field(default_factory=list)  # [steps made, loss of the held-out text] of each evaluation
+    eval_loss: float | None = None  # of the last evaluation, nats per counted token
+    perplexity: float | None = None  # exp(eval_loss)
+    bits_per_byte: float | None = None  # of the held-out text; None where token files do not tell its bytes
 
 
-def config_hash(config: Mapping[str, Mapping[str, Scalar]]) -> str:
+def config_hash(config: Mapping[str, Mapping[str, Value]]) -> str:
     """Eight hex digits that change when what is computed or measured changes."""
     what = {key: value for key, value in flat(config) if key not in NOT_IDENTITY}
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:8]

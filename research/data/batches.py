@@ -1,59 +1,105 @@
-"""The global batch of every step: a function of (seed, step), the same in every layout.
+"""The global batch of every step, and the batches of an evaluation: the same in every layout.
 
-S tokens of a sample, G samples of a step, M microbatches, N samples of an epoch.
+S tokens of a sample, G samples of a step, M microbatches, R rows of a batch
 """
 
-from functools import lru_cache
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from research.data.tokens import Tokens
+from research.data.order import Mixture, shuffled
+from research.data.packing import Packed
 from research.models.batch import NOT_COUNTED, Batch
 
 
 class GlobalBatches:
-    """Sample i is tokens i*S to i*S+S of the stream: S inputs and, one further, their targets.
+    """Step s takes samples s*G to s*G+G-1 of a mixture of sources (`Mixture`); sample i of a source is S+1 tokens from
+    place i*S of its stream: S inputs and, one further, their targets. A source gives each of its samples once in each
+    of its epochs (`shuffled`). Any step can be asked for directly, at the same cost.
 
-    Epoch e visits all N samples in an order drawn from (seed, e) alone. Step s takes samples s*G to s*G+G-1 of the
-    epochs laid end to end, so any step can be asked for directly, and a batch may begin one epoch and end in the next.
-    The loader owns its random generator: global ones are neither read nor moved.
+    The loader draws from no random generator: global ones are neither read nor moved.
     """
 
-    def __init__(self, tokens: Tokens, sequence: int, global_batch: int, microbatches: int, seed: int) -> None:
-        """Raises ValueError naming the file where the text is too short for one global batch."""
-        self.samples = (len(tokens.ids) - 1) // sequence  # the last target needs one token more
-        if self.samples < global_batch:
-            raise ValueError(
-                f"data.path={tokens.path} has {len(tokens.ids)} tokens, which make {max(self.samples, 0)} samples of "
-                f"data.sequence={sequence}; train.global_batch={global_batch} needs at least {global_batch} samples"
+    def __init__(
+        self,
+        sources: Sequence[Packed],
+        sequence: int,
+        global_batch: int,
+        microbatches: int,
+        seed: int,
+        weights: Sequence[float] = (),
+    ) -> None:
+        """`weights`: share of the samples from each source; () goes by their numbers of samples.
+
+        Raises ValueError naming the files where a source holds no sample, or all together not one global batch.
+        """
+        self.samples = [(len(s) - 1) // sequence for s in sources]  # the last target needs one token more
+        if min(self.samples) < 1 or sum(self.samples) < global_batch:
+            told = "; ".join(
+                f"data.path={s.path} has {len(s)} tokens in {s.documents} documents for training, which make "
+                f"{max(n, 0)} samples of data.sequence={sequence}"
+                for s, n in zip(sources, self.samples, strict=True)
             )
-        self._ids, self._end = np.asarray(tokens.ids), tokens.end  # a plain array: indexing a memmap object is slower
-        self._sequence, self._global_batch, self._microbatches, self._seed = sequence, global_batch, microbatches, seed
-        self._order = lru_cache(maxsize=2)(self._draw_order)  # a batch needs two epochs at most
+            needed = f"train.global_batch={global_batch} needs at least {global_batch} samples, each source at least 1"
+            raise ValueError(f"{told}; {needed}")
+        self._sources, self._sequence, self._seed = sources, sequence, seed
+        self._global_batch, self._microbatches = global_batch, microbatches
+        self._mixture = Mixture(weights or self.samples, seed)
 
     def microbatches_of(self, step: int) -> list[Batch]:
         """Global batch `step` (from 0) as M batches of shape (G/M, S); where M does not divide G, the first have one
-        sample more. What follows an `end` is not counted as a target: nothing could predict it.
+        sample more. The first token of a document is not counted as a target: nothing could predict it.
         """
-        starts = self._samples_of(step) * self._sequence
-        window = self._ids[starts[:, None] + np.arange(self._sequence + 1)].astype(np.int64)  # (G, S+1)
-        tokens = window[:, :-1]
-        targets = np.where(tokens == self._end, NOT_COUNTED, window[:, 1:])
-        positions = np.tile(np.arange(self._sequence), (len(starts), 1))
-        cuts = (torch.tensor(array).tensor_split(self._microbatches) for array in (tokens, targets, positions))
+        sources, numbers = self._mixture.samples(step * self._global_batch, self._global_batch)
+        places = np.empty_like(numbers)
+        for k in np.unique(sources):
+            here = sources == k
+            places[here] = shuffled(numbers[here], self.samples[k], self._seed, int(k)) * self._sequence
+        batch = _batch(self._sources, sources, places, self._sequence)
+        cuts = (t.tensor_split(self._microbatches) for t in (batch.tokens, batch.targets, batch.positions))
         return [Batch(*parts) for parts in zip(*cuts, strict=True)]
 
-    def _samples_of(self, step: int) -> np.ndarray:
-        """(G,) sample numbers."""
-        first, last = step * self._global_batch, (step + 1) * self._global_batch  # in the epochs laid end to end
-        parts = []
-        for epoch in range(first // self.samples, (last - 1) // self.samples + 1):
-            begin = epoch * self.samples
-            parts.append(self._order(epoch)[max(first - begin, 0) : last - begin])
-        return np.concatenate(parts)
 
-    def _draw_order(self, epoch: int) -> np.ndarray:
-        """(N,) sample numbers in the order of this epoch."""
-        sequence = np.random.SeedSequence(self._seed, spawn_key=(epoch,))
-        return np.random.Generator(np.random.PCG64(sequence)).permutation(self.samples)
+class HeldOut:
+    """The held-out documents in order, source after source, as `len()` batches of R samples.
+
+    Every token that follows another one of its document is a target exactly once; the last batch is filled up with
+    rows in which nothing is counted. A sample sees nothing before its own first token.
+    """
+
+    def __init__(self, sources: Sequence[Packed], sequence: int, rows: int) -> None:
+        """Raises ValueError naming the files where no document holds a target."""
+        self.counted = sum(s.targets for s in sources)
+        if not self.counted:
+            told = "; ".join(f"data.path={s.path} gives {s.documents} documents, {len(s)} tokens" for s in sources)
+            raise ValueError(f"the held-out split is empty: {told}; use a larger data.heldout or more documents")
+        sizes = [s.text_bytes for s in sources]
+        self.text_bytes = None if None in sizes else sum(s or 0 for s in sizes)  # UTF-8; None: a token file
+        self._sources, self._sequence, self._rows = sources, sequence, rows
+        windows = [-(-max(len(s) - 1, 0) // sequence) for s in sources]  # the last one has a next token to predict
+        self._numbers = np.repeat(np.arange(len(sources)), windows)
+        self._places = np.concatenate([np.arange(n) * sequence for n in windows])
+
+    def __len__(self) -> int:
+        return -(-len(self._places) // self._rows)
+
+    def batch(self, number: int) -> Batch:
+        """Batch `number` (from 0), of shape (R, S)."""
+        here = slice(number * self._rows, (number + 1) * self._rows)
+        return _batch(self._sources, self._numbers[here], self._places[here], self._sequence, self._rows)
+
+
+def _batch(
+    sources: Sequence[Packed], numbers: np.ndarray, places: np.ndarray, sequence: int, rows: int | None = None
+) -> Batch:
+    """One sample from each (source number, place): a batch of as many rows, filled up to `rows`."""
+    ids = np.zeros((rows or len(places), sequence + 1), np.int64)
+    documents = np.full_like(ids, -1)
+    for k in np.unique(numbers):
+        here = np.flatnonzero(numbers == k)
+        ids[here], documents[here] = sources[k].windows(places[here], sequence + 1)
+    follows = (documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] >= 0)
+    targets = np.where(follows, ids[:, 1:], NOT_COUNTED)
+    positions = np.tile(np.arange(sequence), (len(ids), 1))
+    return Batch(*(torch.tensor(array) for array in (ids[:, :-1], targets, positions)))

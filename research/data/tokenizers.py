@@ -1,5 +1,7 @@
-"""Text to ids and back. Both tokenizers can spell any text, so there is no unknown token."""
+"""Text to ids and back: bytes, a BPE trained on the corpus, or a tokenizer.json."""
 
+import hashlib
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -10,13 +12,18 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 
 class Tokenizer(Protocol):
-    """`decode(encode(text)) == text` for every text; `end` closes a document and is never part of a text."""
+    """`decode(encode(text)) == text` for every text, where a tokenizer.json does not normalise; `end` closes a document
+    and is never part of a text."""
 
     @property
     def vocab_size(self) -> int: ...
 
     @property
     def end(self) -> int: ...
+
+    @property
+    def identity(self) -> str:
+        """Changes when the ids of some text change."""
 
     def encode(self, text: str) -> np.ndarray:
         """(tokens,) uint32, without `end`."""
@@ -30,6 +37,7 @@ class Bytes:
 
     end = 0xF5
     vocab_size = end + 1
+    identity = "bytes"
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.uint32)
@@ -38,21 +46,30 @@ class Bytes:
         return bytes(i for i in ids if i != self.end).decode("utf-8", errors="replace")
 
 
-class Bpe:
-    """Byte-level BPE. `end` is the id after those of the library, so that no text, whatever it says, encodes to it.
+class Library:
+    """A tokenizer of the `tokenizers` library.
 
-    Texts are encoded one by one, which uses no thread pool. Training does; the library turns its pool off in
-    processes that are forked later.
+    No text, whatever it says, encodes to `end` or another special token. Nothing is added, cut or padded, whatever the
+    file asks for. Texts are encoded one by one, which uses no thread pool. Training does; the library turns its pool
+    off in processes that are forked later.
     """
 
-    def __init__(self, library: hf.Tokenizer) -> None:
+    def __init__(self, library: hf.Tokenizer, end: int | None = None) -> None:
+        """`end` None is the id after those of the library."""
+        library.no_truncation()
+        library.no_padding()
+        library.encode_special_tokens = True
         self._library = library
-        self.end = library.get_vocab_size()
-        self.vocab_size = self.end + 1
+        ids = max(library.get_vocab().values()) + 1
+        self.end = ids if end is None else end
+        self.vocab_size = max(ids, self.end + 1)
+        content = json.dumps([self.to_json(), self.end, hf.__version__])
+        self.identity = hashlib.sha256(content.encode()).hexdigest()
 
     @classmethod
-    def train(cls, documents: Iterable[str], vocab_size: int) -> "Bpe":
-        """Train on all documents; the same documents give the same ids. About 0.1 s per MB of text on two cores.
+    def train(cls, documents: Iterable[str], vocab_size: int) -> "Library":
+        """A byte-level BPE of all documents; the same documents give the same ids. About 0.1 s per MB of text on two
+        cores.
 
         A short text may give fewer than `vocab_size` entries; 257 (the bytes and `end`) is the least.
         """
@@ -66,14 +83,36 @@ class Bpe:
         return cls(library)
 
     @classmethod
-    def load(cls, path: Path) -> "Bpe":
-        return cls(hf.Tokenizer.from_str(path.read_text(encoding="utf-8")))
+    def load(cls, path: Path) -> "Library":
+        """A tokenizer.json. `end` is the eos_token of the tokenizer_config.json beside it, where there is one.
+
+        Raises ValueError saying what is wrong with either file.
+        """
+        try:
+            library = hf.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ValueError("does not exist") from None
+        except Exception as error:  # the library raises no narrower one
+            raise ValueError(f"is no tokenizer: {error}") from error
+        beside = path.with_name("tokenizer_config.json")
+        if not beside.exists():
+            return cls(library)
+        try:
+            name = json.loads(beside.read_text(encoding="utf-8")).get("eos_token")
+        except (OSError, ValueError, AttributeError) as error:
+            raise ValueError(f"has a {beside.name} beside it that cannot be read: {error}") from error
+        name = name.get("content") if isinstance(name, dict) else name
+        end = None if name is None else library.token_to_id(name)
+        if name is not None and end is None:
+            raise ValueError(f"does not know the eos_token {name!r} of the {beside.name} beside it")
+        return cls(library, end)
 
     def to_json(self) -> str:
         return self._library.to_str()
 
     def encode(self, text: str) -> np.ndarray:
-        return np.array(self._library.encode(text).ids, np.uint32)
+        return np.array(self._library.encode(text, add_special_tokens=False).ids, np.uint32)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._library.decode(list(ids))  # which leaves out ids that the library does not know: `end`
+        """`end` is left out, if not by the library, which skips special tokens and ids that it does not know."""
+        return self._library.decode([i for i in ids if i != self.end])

@@ -1,21 +1,28 @@
-"""A corpus as one stream of ids, tokenised once and mapped from a file after that.
+"""A corpus as streams of ids, tokenised once and mapped from files after that.
 
-The cache folder holds, under a name made of the text and the tokenizer,
-    NAME.bin             the ids: a flat array of uint16, or uint32 where the vocabulary needs it
-    NAME.json            the sidecar: what the ids are; written last, so without it there is no cache
-    NAME.tokenizer.json  the trained tokenizer (BPE only)
-    NAME.lock            held by the process that builds; the others wait for it
+For each source the cache folder holds, under a name made of its contents and of the tokenizer,
+    NAME.bin            the ids: a flat array of uint16, or uint32 where the vocabulary needs it (not for token files)
+    NAME.documents.npy  (2, documents + 1) int64: ids, and UTF-8 bytes of text, before each document
+    NAME.counts.npy     (V,) int64: how often each id occurs
+    NAME.json           the sidecar: what the ids are; written last, so without it there is no cache
+    NAME.lock           held by the process that builds; the others wait for it
+and besides TOKENIZER.tokenizer.json, a trained BPE, and NAME.hash.json, the hash of the contents of a source's files.
 A changed text or tokenizer has another name: old files are never wrong, and a run that reads them is not disturbed.
 """
 
 import fcntl
 import hashlib
 import json
+import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from typing import IO, TypeVar
 
 import numpy as np
 import tokenizers as hf
@@ -23,125 +30,245 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from research.config import DataConfig
-from research.data.corpus import documents
-from research.data.tokenizers import Bpe, Bytes, Tokenizer
-from research.files import write_atomically
+from research.data.corpus import Source, documents, find, given_tokenizer
+from research.data.token_files import added, read_ids
+from research.data.tokenizers import Library, Tokenizer
+from research.files import atomically, write_atomically
 
-FORMAT = 1  # to be raised when the same text and tokenizer shall give other files
+FORMAT = 2  # to be raised when the same text and tokenizer shall give other files
 SILENT_S = 2.0  # work that ends sooner shows no progress
+FLUSH = 1 << 20  # ids that are written at once
+SETTLED_NS = 2 * 10**9  # a file may change without a new time for as long as its file system's clock stands still
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """The whole corpus: each document followed by `end`."""
+    """The ids of one source. A document of text is closed by the tokenizer's `end`."""
 
-    ids: np.ndarray  # (tokens,) uint16 or uint32, mapped read-only
+    ids: np.ndarray  # (tokens,) mapped read-only
+    offsets: np.ndarray  # (documents + 1,) int64, mapped: document d is ids[offsets[d]:offsets[d+1]]
+    byte_offsets: np.ndarray | None  # (documents + 1,) int64, mapped: UTF-8 bytes before each; None for token files
+    counts: np.ndarray  # (V,) int64: how often each id occurs; V is the largest id + 1
     vocab_size: int  # every id is below it
-    end: int
-    text_bytes: int  # UTF-8 bytes of all documents
-    unigram_entropy: float  # of `ids`, nats per token: the loss of a model that knows frequencies only
-    path: str  # data.path, for messages
+    path: str  # of the source, for messages
+
+    def require(self, vocab: int) -> None:
+        """Raises ValueError naming the file where a model of `vocab` rows has none for the largest id."""
+        if len(self.counts) > vocab:
+            raise ValueError(f"data.path={self.path} holds id {len(self.counts) - 1}, past model.vocab={vocab}")
+
+    @property
+    def text_bytes(self) -> int | None:
+        return None if self.byte_offsets is None else int(self.byte_offsets[-1])
 
 
-def open_tokens(data: DataConfig) -> Tokens:
-    """The ids of `data.path`, from the cache where they are there and whole, else tokenised now.
+@dataclass(frozen=True)
+class Corpus:
+    """All sources of a run, in the order of data.path."""
 
-    Several processes may ask at once: one builds, the others wait. Every call reads and hashes the text, so a cache
-    is never older than its text. A document is encoded whole: BPE takes about 100 bytes of memory per token of it.
+    sources: tuple[Tokens, ...]
+    weights: tuple[float, ...]  # data.weights; () goes by size
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(s.ids) for s in self.sources)
+
+    @property
+    def text_bytes(self) -> int | None:
+        """UTF-8 bytes of all documents; None where a token file does not tell."""
+        sizes = [s.text_bytes for s in self.sources]
+        return None if None in sizes else sum(s or 0 for s in sizes)
+
+    @property
+    def unigram_entropy(self) -> float:
+        """Of the ids as the weights mix them, nats per token: the loss of a model that knows frequencies only."""
+        weights = self.weights or tuple(float(len(s.ids)) for s in self.sources)
+        share = np.zeros(max(len(s.counts) for s in self.sources))
+        for source, weight in zip(self.sources, weights, strict=True):
+            share[: len(source.counts)] += weight / sum(weights) * source.counts / len(source.ids)
+        share = share[share > 0]
+        return float(-(share * np.log(share)).sum())
+
+
+def open_tokens(data: DataConfig) -> Corpus:
+    """The ids of all sources of `data.path`, from the cache where they are there and whole, else tokenised now.
+
+    Several processes may ask at once: one builds, the others wait. A cache is never older than its text. Documents are
+    read one by one; a document is encoded whole, BPE takes about 100 bytes of memory per token of it.
     Raises ConfigError (a ValueError) naming a file that cannot be used.
     """
-    return _open(data)[0]
+    sources = [find(path) for path in data.path]
+    hashes = [_content_hash(source, Path(data.cache)) for source in sources]
+    tokenizer = None if all(s.tokenised for s in sources) else _tokenizer(data, sources, hashes)
+    opened = tuple(_open(s, h, data, tokenizer) for s, h in zip(sources, hashes, strict=True))
+    return Corpus(opened, data.weights)
 
 
 def open_tokenizer(data: DataConfig) -> Tokenizer:
-    """The tokenizer that made `open_tokens(data)`."""
-    return Bytes() if data.tokenizer == "bytes" else Bpe.load(_file(_open(data)[1], ".tokenizer.json"))
+    """The tokenizer of `open_tokens(data)`. Raises ConfigError naming a file that cannot be used."""
+    sources = [find(path) for path in data.path]
+    return _tokenizer(data, sources, [_content_hash(source, Path(data.cache)) for source in sources])
 
 
-def _open(data: DataConfig) -> tuple[Tokens, Path]:
-    texts = list(documents(data.path))
-    identity = _identity(data, texts)
+def _tokenizer(data: DataConfig, sources: Sequence[Source], hashes: Sequence[str]) -> Tokenizer:
+    if data.tokenizer != "bpe":
+        return given_tokenizer(data)
+    fields = [data.text_field if s.has_fields else "" for s in sources]
+    stem = _stem(data, "bpe", [FORMAT, hashes, fields, data.bpe_vocab, hf.__version__])
+
+    def load() -> Library | None:
+        try:
+            return Library.load(_file(stem, ".tokenizer.json"))
+        except ValueError:
+            return None
+
+    def build() -> None:
+        with _progress(f"training the tokenizer on {', '.join(data.path)}") as advance:
+            texts = chain.from_iterable(documents(s, data.text_field) for s in sources)
+            bpe = Library.train(advance(texts), data.bpe_vocab)
+            write_atomically(_file(stem, ".tokenizer.json"), bpe.to_json().encode())
+
+    return _cached(stem, load, build)
+
+
+def _open(source: Source, content: str, data: DataConfig, tokenizer: Tokenizer | None) -> Tokens:
+    field = data.text_field if source.has_fields else ""
+    how = "ids" if source.tokenised or tokenizer is None else tokenizer.identity
+    stem = _stem(data, Path(source.path).stem, [FORMAT, content, field, how])
+
+    def build() -> None:
+        if source.tokenised or tokenizer is None:
+            _index(stem, source)
+        else:
+            _tokenise(stem, source, field, tokenizer)
+
+    return _cached(stem, lambda: _load(stem, source), build)
+
+
+def _stem(data: DataConfig, name: str, identity: Sequence[object]) -> Path:
+    """The name of a cache entry: all that decides its contents is in it."""
     digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:12]
-    stem = Path(data.cache) / f"{Path(data.path).stem}-{data.tokenizer}-{digest}"
-    tokens = _load(stem, data.path)
-    if tokens is None:
+    return Path(data.cache) / f"{re.sub('[^A-Za-z0-9_.-]', '_', name)[:60]}-{digest}"
+
+
+def _cached(stem: Path, load: Callable[[], T | None], build: Callable[[], object]) -> T:
+    """What `load` finds; where that is None, one process builds and the others wait."""
+    found = load()
+    if found is None:
         stem.parent.mkdir(parents=True, exist_ok=True)
         with _file(stem, ".lock").open("w") as lock:  # closing it, or dying, lets go of the lock
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if _load(stem, data.path) is None:  # nobody built it while this process waited
-                _build(stem, data, texts, identity)
-        tokens = _load(stem, data.path)
-    assert tokens is not None
-    return tokens, stem
+            if load() is None:  # nobody built it while this process waited
+                build()
+        found = load()
+    assert found is not None
+    return found
 
 
-def _identity(data: DataConfig, texts: Sequence[str]) -> dict[str, str | int]:
-    """All that decides the ids. Contents, not times: a checkout or a copy changes times and keeps the text."""
-    source = hashlib.sha256()
-    for text in texts:
-        content = text.encode("utf-8")
-        source.update(len(content).to_bytes(8, "little") + content)
-    identity: dict[str, str | int] = {"format": FORMAT, "source": source.hexdigest(), "tokenizer": data.tokenizer}
-    return identity | ({"bpe_vocab": data.bpe_vocab, "library": hf.__version__} if data.tokenizer == "bpe" else {})
+def _content_hash(source: Source, cache: Path) -> str:
+    """Hash of the contents of a source's files, not of their times: a checkout or a copy changes times and keeps the
+    text. Files are read again only where name, size, a time or the inode of one has changed since they were hashed."""
+    stats = [(f, f.stat()) for f in source.files]
+    seen = [[str(f), s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino] for f, s in stats]
+    where = hashlib.sha256(str(Path(source.path).absolute()).encode()).hexdigest()[:12]
+    memo = cache / f"{re.sub('[^A-Za-z0-9_.-]', '_', Path(source.path).stem)[:60]}-{where}.hash.json"
+    try:
+        known = json.loads(memo.read_text(encoding="utf-8"))
+        if known["files"] == seen:
+            return str(known["hash"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    now, total = time.time_ns(), hashlib.sha256()
+    for path, _ in stats:
+        total.update(f"{path.suffix}\n".encode())  # it decides how a file is read
+        with path.open("rb") as file:
+            total.update(hashlib.file_digest(file, "sha256").digest())
+    if all(now - s.st_ctime_ns > SETTLED_NS for _, s in stats):
+        write_atomically(memo, json.dumps({"files": seen, "hash": total.hexdigest()}).encode())
+    return total.hexdigest()
 
 
-def _load(stem: Path, path: str) -> Tokens | None:
+def _load(stem: Path, source: Source) -> Tokens | None:
     """The cached tokens; None where a file is missing, cut short or unreadable."""
     try:
         facts = json.loads(_file(stem, ".json").read_text(encoding="utf-8"))
-        if facts["tokenizer"] == "bpe" and not _file(stem, ".tokenizer.json").is_file():
-            return None
+        before = np.load(_file(stem, ".documents.npy"), mmap_mode="r")
+        ids = source.files[0] if source.tokenised else _file(stem, ".bin")
         return Tokens(
             # A file that is cut short is a ValueError: it does not hold the count.
-            ids=np.memmap(_file(stem, ".bin"), facts["dtype"], mode="r", shape=(facts["count"],)),
+            ids=np.memmap(ids, facts["dtype"], mode="r", shape=(facts["count"],)),
+            offsets=before[0],
+            byte_offsets=None if source.tokenised else before[1],
+            counts=np.load(_file(stem, ".counts.npy")),
             vocab_size=facts["vocab_size"],
-            end=facts["end"],
-            text_bytes=facts["text_bytes"],
-            unigram_entropy=facts["unigram_entropy"],
-            path=path,
+            path=source.path,
         )
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, EOFError):
         return None
 
 
-def _build(stem: Path, data: DataConfig, texts: Sequence[str], identity: dict[str, str | int]) -> None:
-    """Tokenise and write. The sidecar comes last: whoever sees it sees whole files."""
-    with _progress(f"tokenising {data.path}", len(texts)) as advance:
-        tokenizer: Tokenizer = Bytes()
-        if data.tokenizer == "bpe":
-            tokenizer = bpe = Bpe.train(texts, data.bpe_vocab)
-            write_atomically(_file(stem, ".tokenizer.json"), bpe.to_json().encode())
-        dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
-        pieces = []
-        for text in texts:
-            pieces += [tokenizer.encode(text).astype(dtype), np.array([tokenizer.end], dtype)]
-            advance()
+def _tokenise(stem: Path, source: Source, field: str, tokenizer: Tokenizer) -> None:
+    """Write the ids of a source of text, a piece at a time; of each document 16 bytes stay in memory."""
+    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+    before, bytes_before = array("q", [0]), array("q", [0])
+    counts, pieces, waiting = np.zeros(0, np.int64), [], 0
+    with _progress(f"tokenising {source.path}") as advance, atomically(_file(stem, ".bin")) as file:
+        for text in advance(documents(source, field)):
+            pieces += [tokenizer.encode(text), np.array([tokenizer.end], np.uint32)]
+            before.append(before[-1] + len(pieces[-2]) + 1)
+            bytes_before.append(bytes_before[-1] + len(text.encode("utf-8")))
+            waiting += len(pieces[-2]) + 1
+            if waiting >= FLUSH:
+                counts, pieces, waiting = added(counts, _write(file, pieces, dtype)), [], 0
+        if pieces:
+            counts = added(counts, _write(file, pieces, dtype))
+    facts = {"dtype": dtype.name, "vocab_size": tokenizer.vocab_size, "end": tokenizer.end}  # so it is a source, too
+    _finish(stem, np.array([before, bytes_before]), counts, facts)
+
+
+def _write(file: IO[bytes], pieces: Sequence[np.ndarray], dtype: np.dtype) -> np.ndarray:
     ids = np.concatenate(pieces)
-    counts = np.bincount(ids)
-    share = counts[counts > 0] / len(ids)
-    facts = identity | {
-        "dtype": dtype.name,
-        "count": len(ids),
-        "vocab_size": tokenizer.vocab_size,
-        "end": tokenizer.end,
-        "text_bytes": sum(len(text.encode("utf-8")) for text in texts),
-        "unigram_entropy": float(-(share * np.log(share)).sum()),
-    }
-    write_atomically(_file(stem, ".bin"), ids.tobytes())
-    write_atomically(_file(stem, ".json"), json.dumps(facts, indent=1).encode())
+    file.write(ids.astype(dtype).data)
+    return ids
+
+
+def _index(stem: Path, source: Source) -> None:
+    """Write what is to be known of a file of ids; the ids themselves are used where they are."""
+    with _progress(f"reading {source.path}"):
+        found = read_ids(source)
+    before = np.array([found.offsets, np.zeros_like(found.offsets)])
+    _finish(stem, before, found.counts, {"dtype": found.ids.dtype.name, "vocab_size": found.vocab_size})
+
+
+def _finish(stem: Path, before: np.ndarray, counts: np.ndarray, facts: Mapping[str, object]) -> None:
+    """The sidecar comes last: whoever sees it sees whole files."""
+    for suffix, values in ((".documents.npy", before), (".counts.npy", counts)):
+        with atomically(_file(stem, suffix)) as file:
+            np.save(file, values)
+    content = json.dumps({**facts, "count": int(before[0, -1])}, indent=1)
+    write_atomically(_file(stem, ".json"), content.encode())
 
 
 @contextmanager
-def _progress(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """Yields what to call after each of `total` pieces; a bar on a terminal once the work has taken SILENT_S."""
+def _progress(what: str) -> Iterator[Callable[[Iterator[T]], Iterator[T]]]:
+    """Yields what to pass the pieces through; shown on a terminal once the work has taken SILENT_S."""
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
-    progress = Progress(*columns, console=Console(stderr=True), transient=True)
-    task = progress.add_task(what, total=total)
+    progress = Progress(*columns, TextColumn("{task.completed:,.0f} documents"), console=Console(stderr=True))
+    progress.live.transient = True
+    task = progress.add_task(what, total=None)
     timer = threading.Timer(SILENT_S, progress.start)  # not in the loop: training alone may take long
     if progress.console.is_terminal:
         timer.start()
+
+    def advance(pieces: Iterator[T]) -> Iterator[T]:
+        for piece in pieces:
+            yield piece
+            progress.advance(task)
+
     try:
-        yield lambda: progress.advance(task)
+        yield advance
     finally:
         timer.cancel()
         if timer.is_alive():

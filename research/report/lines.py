@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from research.config import AXIS_SECTIONS, Scalar
+from research.config import AXIS_SECTIONS, Value
 from research.record import NOT_IDENTITY, Kind, Row, config_hash
 
 
@@ -42,7 +42,7 @@ def arm_of(row: Row) -> str:
 
 def layout(row: Row) -> str:
     """Degrees above 1, outermost axis first, such as "pp2 dp4"; "one process" where there are none."""
-    sizes: dict[str, Scalar] = {axis: row.config.get(axis, {}).get("degree", 1) for axis in AXIS_SECTIONS}
+    sizes: dict[str, Value] = {axis: row.config.get(axis, {}).get("degree", 1) for axis in AXIS_SECTIONS}
     sizes["etp"] = row.config.get("ep", {}).get("tensor", 1)
     return " ".join(f"{axis}{n}" for axis, n in sizes.items() if isinstance(n, int) and n > 1) or "one process"
 
@@ -92,12 +92,12 @@ def differences(among: Sequence[Line]) -> list[str]:
     return [n for n in names if len({repr(t.get(n)) for t in traits}) > 1]
 
 
-def _traits(row: Row) -> dict[str, Scalar]:
+def _traits(row: Row) -> dict[str, Value]:
     keys = {f"{s}.{k}": v for s, section in _computed(row).items() for k, v in section.items()}
     return {"kind": row.kind, "device": row.hardware.device, **keys}
 
 
-def _computed(row: Row) -> dict[str, dict[str, Scalar]]:
+def _computed(row: Row) -> dict[str, dict[str, Value]]:
     """The config without the seed and without the sections that do not change what is computed."""
     kept = {s: dict(section) for s, section in row.config.items() if s not in NOT_IDENTITY}
     kept.get("train", {}).pop("seed", None)

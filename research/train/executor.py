@@ -1,7 +1,8 @@
 """The one loop over microbatches. A schedule is a list of actions for each rank; this runs the list of one rank."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from research.build import Built
+from research.ledger import EVAL
 from research.models.batch import Batch
 from research.models.decoder import Output
 from research.train.storage import Storage
@@ -30,6 +32,11 @@ def one_stage(microbatches: int) -> list[Action]:
     return [Action(kind, 0, m) for m in range(microbatches) for kind in ("F", "BW")]
 
 
+def forward_only(microbatches: int) -> list[Action]:
+    """The list of an evaluation: no gradients, so no graph is kept."""
+    return [Action("F", 0, m) for m in range(microbatches)]
+
+
 @dataclass(frozen=True)
 class Denominators:
     """Known from the data of the step, without a collective."""
@@ -40,29 +47,44 @@ class Denominators:
     def seeds(self, microbatch: int) -> tuple[float, float]:
         """What a microbatch's loss sum and its auxiliary loss weigh in the loss of the step. A step without any
         counted token has loss 0 and changes nothing by it."""
-        return 1 / max(self.counted, 1), self.tokens[microbatch] / sum(self.tokens)
+        return 1 / max(self.counted, 1), self.tokens[microbatch] / self._total
+
+    @cached_property
+    def _total(self) -> int:
+        return sum(self.tokens)
 
 
 def execute(
-    actions: Sequence[Action], built: Built, batches: Sequence[Batch], weigh: Denominators, storage: Storage
+    actions: Sequence[Action],
+    built: Built,
+    batch: Callable[[int], Batch],
+    weigh: Denominators,
+    storage: Storage,
 ) -> Tensor:
-    """Run this rank's actions over its parts of the microbatches; gradients are summed in `storage`.
+    """Run this rank's actions; `batch(m)` is its part of microbatch m, and gradients are summed in `storage`. A list
+    without a backward is an evaluation: its traffic has a phase of its own, and it touches nothing.
 
-    Returns (2,): this rank's part of the step's cross-entropy and of its auxiliary losses.
+    Returns (2,): this rank's part of the cross-entropy and of the auxiliary losses, in float64 of an evaluation, which
+    may add up far more tokens than a step.
     """
     outputs: dict[int, Output] = {}
-    totals = torch.zeros(2, dtype=storage.grad_dtype, device=storage.device)
-    last = max(i for i, action in enumerate(actions) if action.kind == "BW")
+    backward = [i for i, action in enumerate(actions) if action.kind == "BW"]
+    totals = torch.zeros(2, dtype=storage.grad_dtype if backward else torch.float64, device=storage.device)
     for i, (kind, _, m) in enumerate(actions):
-        built.mesh.ledger.phase = kind
-        with record_function(f"{NAMES[kind]} {m}"):
+        built.mesh.ledger.phase = kind if backward else EVAL
+        with record_function(f"{NAMES[kind] if backward else EVAL} {m}"):
             if kind == "F":
-                outputs[m] = built.model(batches[m])
-            else:
-                output, seeds = outputs.pop(m), weigh.seeds(m)
-                storage.begin_backward(last=i == last)
-                torch.autograd.backward(output, [torch.full_like(o, s) for o, s in zip(output, seeds, strict=True)])
-                for total, o, s in zip(totals, output, seeds, strict=True):
+                with torch.set_grad_enabled(bool(backward)):
+                    output = built.model(batch(m))
+                for total, o, s in zip(totals, output, weigh.seeds(m), strict=True):
                     total.add_(o.detach(), alpha=s)
-    storage.finish_backward()
+                if backward:
+                    outputs[m] = output
+            else:
+                storage.begin_backward(last=i == backward[-1])
+                output = outputs.pop(m)
+                seeds = [torch.full_like(o, s) for o, s in zip(output, weigh.seeds(m), strict=True)]
+                torch.autograd.backward(output, seeds)
+    if backward:
+        storage.finish_backward()
     return totals

@@ -1,18 +1,21 @@
 """From the steps of a run to its row."""
 
+import math
 import platform
 import statistics
 import subprocess
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TypeVar
+from typing import TypedDict, TypeVar
 
 import torch
 
 from research import comm
 from research.config import to_mapping
+from research.data.batches import HeldOut
 from research.launch.process import Place, threads
+from research.ledger import EVAL
 from research.models.batch import Batch
 from research.models.decoder import active_parameters
 from research.models.flops import flops_per_token
@@ -30,13 +33,16 @@ def make_row(
     steps: Sequence[Step],
     next_batch: Sequence[Batch],
     unigram_entropy: float,
+    held_out: HeldOut | None,
     started: datetime,
 ) -> Row:
     """The row of a finished run, the same on every rank. Every rank must call it; memory is measured in one more step,
-    on `next_batch`, which is not timed and changes no weight."""
+    on `next_batch`, which is not timed and changes no weight. Bytes and waits are those of steps, without evaluations.
+    """
     config, built, ledger = trainer.config, trainer.built, trainer.mesh.ledger
+    of_steps = {k: v for k, v in ledger.bytes.items() if k.phase != EVAL}
     mine = (
-        {(k.axis, f"{k.purpose}/{k.op}/{k.phase}"): float(v / len(steps)) for k, v in ledger.bytes.items()},
+        {(k.axis, f"{k.purpose}/{k.op}/{k.phase}"): float(v / len(steps)) for k, v in of_steps.items()},
         {axis: ms / len(steps) for axis, ms in ledger.wait_ms().items()},
         peak_bytes(trainer, next_batch),  # last, as its step is counted too
     )
@@ -82,7 +88,32 @@ def make_row(
         rank_peak_bytes=[sum(p.values()) for p in peaks],
         comm_bytes=comm_bytes,
         exposed_comm_ms=_largest(waits),
+        **_evaluations(steps, held_out),
     )
+
+
+class Evaluations(TypedDict, total=False):
+    """The fields of a row that say what the evaluations found."""
+
+    evals: list[list[float]]
+    eval_loss: float
+    perplexity: float
+    bits_per_byte: float | None
+
+
+def _evaluations(steps: Sequence[Step], held_out: HeldOut | None) -> Evaluations:
+    """Perplexity is exp of the last loss; bits per byte are the nats of all counted tokens over ln 2 and over the UTF-8
+    bytes of the held-out documents. The first token of a document is not counted, its `end` is."""
+    evals: list[list[float]] = [[s.index + 1, s.eval_loss] for s in steps if s.eval_loss is not None]
+    if held_out is None or not evals:
+        return {}
+    loss, size = evals[-1][1], held_out.text_bytes
+    return {
+        "evals": evals,
+        "eval_loss": loss,
+        "perplexity": math.exp(loss) if loss < 700 else math.inf,
+        "bits_per_byte": loss * held_out.counted / math.log(2) / size if size else None,
+    }
 
 
 def _largest(of_ranks: Sequence[dict[K, V]]) -> dict[K, V]:

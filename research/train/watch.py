@@ -24,8 +24,11 @@ def shown(steps: Iterable[Step], config: RunConfig) -> Iterator[Step]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(title, total=config.train.steps)
+        evaluated: float | None = None
         for step in steps:
-            text = f"{title}  loss {step.loss:.3f}  {step.tokens / step.ms * 1e3:,.0f} tokens/s"
+            evaluated = step.eval_loss if step.eval_loss is not None else evaluated
+            held_out = "" if evaluated is None else f"  held out {evaluated:.3f}"
+            text = f"{title}  loss {step.loss:.3f}{held_out}  {step.tokens / step.ms * 1e3:,.0f} tokens/s"
             bar.update(task, advance=1, description=text)
             if not console.is_terminal and time.monotonic() - said > EVERY_S:
                 said = time.monotonic()
@@ -53,6 +56,8 @@ def boarded(steps: Iterable[Step], config: RunConfig) -> Iterator[Step]:
                 "speed/tokens_per_s": step.tokens / step.ms * 1e3,
                 "speed/step_ms": step.ms,
             }
+            if step.eval_loss is not None:
+                scalars["loss/held_out"] = step.eval_loss
             for name, value in scalars.items():
                 writer.add_scalar(name, value, step.index)
             yield step

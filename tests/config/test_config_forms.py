@@ -76,7 +76,7 @@ def test_every_key_stands_in_the_help_with_default_meaning_and_legal_values() ->
     assert "(float32, bfloat16, float64)" in lines["train.dtype"]
     assert "(0 to 1)" in lines["train.decay_share"]
     assert "(an integer, at least 1)" in lines["model.dim"]
-    assert "(true, false)" in lines["model.tied"] and "(text)" in lines["data.path"]
+    assert "(true, false)" in lines["model.tied"] and "(text)" in lines["data.cache"]
 
 
 def test_the_defaults_in_the_help_are_words_that_can_be_given() -> None:

@@ -3,6 +3,7 @@
 import pytest
 
 from research import config as configs
+from research.data import corpus
 
 INTEGER = "is not an integer; legal: an integer, at least 1"
 NUMBER = "is not a number; legal: a number, at least 0"
@@ -37,7 +38,7 @@ WRONG = [
     ("train.lr", "null", NUMBER),
     ("model.tied", "null", "is not a truth value; legal: true, false"),
     ("record.arm", "null", "is not text; legal: text"),
-    ("data.tokenizer", "null", "is not one of its choices; legal: bytes, bpe"),
+    ("launch.device", "null", "is not one of its choices; legal: auto, cpu, cuda"),
     # out of range
     ("model.dim", "0", "is out of range; legal: an integer, at least 1"),
     ("model.dim", "-3", "is out of range; legal: an integer, at least 1"),
@@ -110,7 +111,7 @@ def test_large_and_whole_numbers_are_floats_where_floats_belong(written: str, va
         (["model.vocab=245"], "model.vocab=245 must hold the 246 ids of data.tokenizer=bytes; legal: at least 246"),
         (
             ["data.path=/nowhere/text"],
-            "data.path=/nowhere/text does not exist; legal: stdlib, or a UTF-8 text file that is not empty",
+            f"data.path=/nowhere/text does not exist; legal: {corpus.LEGAL}",
         ),
         (
             ["record.folder=/dev/null/results"],

@@ -1,13 +1,16 @@
-"""Both tokenizers spell every text, and training can be repeated."""
+"""Tokenizers spell every text, training can be repeated, and a tokenizer.json is read as it is meant."""
 
+import json
 import os
 import random
 import signal
 from pathlib import Path
 
 import pytest
+import tokenizers as hf
+from tokenizers import decoders, models, pre_tokenizers, processors
 
-from research.data.tokenizers import Bpe, Bytes, Tokenizer
+from research.data.tokenizers import Bytes, Library, Tokenizer
 
 TRAINED_ON = [
     "the cat sat on the mat, the cat ate the rat\n" * 20,
@@ -32,7 +35,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module", params=["bytes", "bpe"])
 def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
-    return Bytes() if request.param == "bytes" else Bpe.train(TRAINED_ON, 280)
+    return Bytes() if request.param == "bytes" else Library.train(TRAINED_ON, 280)
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -63,29 +66,85 @@ def test_bytes_are_their_ids() -> None:
 
 
 def test_bpe_uses_what_it_is_given() -> None:
-    bpe = Bpe.train(TRAINED_ON, 280)
+    bpe = Library.train(TRAINED_ON, 280)
     assert (bpe.vocab_size, bpe.end) == (280, 279)
     assert len(bpe.encode("the cat sat")) < 6
-    least = Bpe.train(["ab"], 4096)
+    least = Library.train(["ab"], 4096)
     assert least.end == least.vocab_size - 1 and 257 <= least.vocab_size < 262
 
 
 def test_bpe_training_repeats_and_is_kept_in_json(tmp_path: Path) -> None:
-    bpe = Bpe.train(TRAINED_ON, 280)
-    assert Bpe.train(TRAINED_ON, 280).to_json() == bpe.to_json()
+    bpe = Library.train(TRAINED_ON, 280)
+    assert Library.train(TRAINED_ON, 280).to_json() == bpe.to_json()
     (tmp_path / "bpe.json").write_text(bpe.to_json(), encoding="utf-8")
-    again = Bpe.load(tmp_path / "bpe.json")
+    again = Library.load(tmp_path / "bpe.json")
     assert (again.vocab_size, again.end) == (bpe.vocab_size, bpe.end)
     assert all(again.encode(text).tolist() == bpe.encode(text).tolist() for text in TEXTS)
 
 
 def test_a_fork_after_training_can_use_and_train(capfd: pytest.CaptureFixture[str]) -> None:
     """The pool of threads that training leaves behind does not exist in a forked rank."""
-    bpe = Bpe.train(TRAINED_ON, 280)
+    bpe = Library.train(TRAINED_ON, 280)
     child = os.fork()
     if child == 0:
         signal.alarm(10)  # a deadlock ends here
-        same = Bpe.train(TRAINED_ON, 280).encode("the cat").tolist() == bpe.encode("the cat").tolist()
+        same = Library.train(TRAINED_ON, 280).encode("the cat").tolist() == bpe.encode("the cat").tolist()
         os._exit(0 if same else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert capfd.readouterr().err == ""
+
+
+def write_tokenizer(folder: Path, eos: object = None) -> Path:
+    """A byte-level tokenizer.json that asks for all that is to be left off: a start token, a cut, padding."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    library = hf.Tokenizer(models.BPE({c: i for i, c in enumerate(letters)}, []))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens(["<eos>", "<start>"])
+    library.post_processor = processors.TemplateProcessing(single="<start> $A", special_tokens=[("<start>", 257)])
+    library.enable_truncation(3)
+    library.enable_padding(length=8)
+    folder.mkdir(exist_ok=True)
+    library.save(str(folder / "tokenizer.json"))
+    if eos is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+    return folder / "tokenizer.json"
+
+
+@pytest.mark.parametrize("eos", ["<eos>", {"content": "<eos>"}, None])
+def test_a_tokenizer_json(tmp_path: Path, eos: object) -> None:
+    tokenizer = Library.load(write_tokenizer(tmp_path, eos))
+    assert (tokenizer.end, tokenizer.vocab_size) == ((256, 258) if eos else (258, 259))
+    for text in [*TEXTS, "<eos> is <start> no special token here"]:
+        ids = tokenizer.encode(text)
+        assert len(ids) == len(text.encode()) and (ids < 256).all()
+        assert tokenizer.decode([*ids.tolist(), tokenizer.end]) == text
+
+
+def test_the_identity_follows_what_decides_the_ids(tmp_path: Path) -> None:
+    folders = [write_tokenizer(tmp_path / n, eos) for n, eos in (("a", "<eos>"), ("b", "<start>"), ("c", "<eos>"))]
+    a, b, c = (Library.load(f).identity for f in folders)
+    assert a == c != b and Library.train(TRAINED_ON, 280).identity not in (a, b)
+
+
+@pytest.mark.parametrize(
+    ("content", "beside", "message"),
+    [
+        (None, None, "does not exist"),
+        ("{", None, "is no tokenizer"),
+        ("{}", None, "is no tokenizer"),
+        ("", "{", r"has a tokenizer_config\.json beside it that cannot be read"),
+        ("", "[]", r"has a tokenizer_config\.json beside it that cannot be read"),
+        ("", '{"eos_token": "<no>"}', "does not know the eos_token '<no>'"),
+    ],
+)
+def test_a_file_that_is_no_tokenizer(tmp_path: Path, content: str | None, beside: str | None, message: str) -> None:
+    path = tmp_path / "tokenizer.json"
+    if content == "":
+        write_tokenizer(tmp_path)
+    elif content is not None:
+        path.write_text(content)
+    if beside is not None:
+        (tmp_path / "tokenizer_config.json").write_text(beside)
+    with pytest.raises(ValueError, match=message):
+        Library.load(path)

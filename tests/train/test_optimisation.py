@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from research.config import RunConfig, TrainConfig, load, replace
-from research.data.batches import GlobalBatches
 from research.data.tokens import open_tokens
 from research.launch.local import start
 from research.mesh import Mesh, total_ranks
 from research.train.loop import Trainer, train
 from research.train.optim import learning_rate
+from research.train.run import global_batches
 
 LIMIT_S = 60.0
 
@@ -24,9 +24,7 @@ def config(text, tmp_path):
 
 
 def batches_of(config: RunConfig):
-    t = config.train
-    tokens = open_tokens(config.data)
-    return GlobalBatches(tokens, config.data.sequence, t.global_batch, t.microbatches, t.seed).microbatches_of
+    return global_batches(config, open_tokens(config.data)).microbatches_of
 
 
 def steps_of(config: RunConfig, poison=lambda trainer, index: None):
