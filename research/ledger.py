@@ -59,16 +59,13 @@ class Ledger:
             yield
             self._wait_ms[axis] += (time.perf_counter() - begin) * 1e3
 
-    def wait_ms(self) -> dict[str, float]:
-        """Milliseconds waited by axis so far. On CUDA it waits for the events that it reads."""
+    def settle(self) -> dict[str, float]:
+        """Milliseconds waited by axis since the last call. On CUDA it waits for the events that it reads, so it is to
+        be called where the host has waited anyway."""
         for axis, start, end in self._events:
             end.synchronize()
             self._wait_ms[axis] += start.elapsed_time(end)
+        waited = dict(self._wait_ms)
         self._events.clear()
-        return dict(self._wait_ms)
-
-    def clear(self) -> None:
-        self.wait_ms()
-        self.bytes.clear()
-        self.calls.clear()
         self._wait_ms.clear()
+        return waited

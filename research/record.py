@@ -52,6 +52,7 @@ class Row:
     parameters: int
     active_parameters: int  # those that one token meets
     unigram_entropy: float  # of the corpus, nats per token
+    corpus: str  # digest of its contents and tokenizer
     loss: float  # cross-entropy of the last step, nats per counted token
     losses: list[float]  # of every step
     grad_norms: list[float]  # before clipping

@@ -70,6 +70,7 @@ class Corpus:
 
     sources: tuple[Tokens, ...]
     weights: tuple[float, ...]  # data.weights; () goes by size
+    digest: str  # of all contents and the tokenizer: equal digests are equal ids
 
     @property
     def tokens(self) -> int:
@@ -103,7 +104,8 @@ def open_tokens(data: DataConfig) -> Corpus:
     hashes = [_content_hash(source, Path(data.cache)) for source in sources]
     tokenizer = None if all(s.tokenised for s in sources) else _tokenizer(data, sources, hashes)
     opened = tuple(_open(s, h, data, tokenizer) for s, h in zip(sources, hashes, strict=True))
-    return Corpus(opened, data.weights)
+    what = [*hashes, tokenizer.identity if tokenizer else ""]
+    return Corpus(opened, data.weights, hashlib.sha256("\n".join(what).encode()).hexdigest()[:16])
 
 
 def open_tokenizer(data: DataConfig) -> Tokenizer:

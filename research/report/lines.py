@@ -98,10 +98,12 @@ def _traits(row: Row) -> dict[str, Value]:
 
 
 def _computed(row: Row) -> dict[str, dict[str, Value]]:
-    """The config without the seed and without the sections that do not change what is computed."""
-    kept = {s: dict(section) for s, section in row.config.items() if s not in NOT_IDENTITY}
-    kept.get("train", {}).pop("seed", None)
-    return kept
+    """The config without the seed and without the keys that change neither a result nor a measurement."""
+    aside = {*NOT_IDENTITY, "train.seed"}
+    return {
+        section: {key: value for key, value in keys.items() if f"{section}.{key}" not in aside}
+        for section, keys in row.config.items()
+    }
 
 
 def _alike(row: Row) -> tuple[str, str, str, str]:

@@ -45,8 +45,8 @@ class Denominators:
     tokens: Sequence[int]  # of each global microbatch
 
     def seeds(self, microbatch: int) -> tuple[float, float]:
-        """What a microbatch's loss sum and its auxiliary loss weigh in the loss of the step. A step without any
-        counted token has loss 0 and changes nothing by it."""
+        """What a microbatch's loss sum and its auxiliary loss weigh in the loss of the step; backward starts from
+        these. A step without any counted token has loss 0."""
         return 1 / max(self.counted, 1), self.tokens[microbatch] / self._total
 
     @cached_property

@@ -1,8 +1,10 @@
 """Training on this rank: one visible loop over steps."""
 
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +21,7 @@ from research.train.executor import Denominators, execute, forward_only, one_sta
 from research.train.optim import learning_rate
 from research.train.storage import Storage
 
+MOST_SKIPPED = 100  # non-finite steps in a row
 GlobalMicrobatches = Callable[[int], Sequence[Batch]]  # step -> the global microbatches of that step
 
 
@@ -33,7 +36,15 @@ class Step:
     tokens: int
     skipped: bool
     ms: float  # without the evaluation
+    exposed_ms: Mapping[str, float]  # of which this rank waited, by axis
     eval_loss: float | None = None  # of the held-out text after this step, where it was evaluated
+
+
+class Sums(NamedTuple):
+    """What a step's backward leaves beside the gradients in storage, the same on every rank."""
+
+    totals: Tensor  # (2,) cross-entropy per counted token, auxiliary loss
+    counted: int  # tokens with a target
 
 
 class Trainer:
@@ -46,16 +57,16 @@ class Trainer:
         self.built = build(config, mesh, device)
         self.storage = Storage(self.built, config.train, device)
         self.actions = one_stage(config.train.microbatches)
+        self.skipped_in_a_row = 0
 
-    def backward(self, microbatches: Sequence[Batch]) -> Tensor:
-        """Forward and backward of one step's global microbatches. Returns (2,), the same on every rank: cross-entropy
-        per counted token and auxiliary loss; the gradients are in storage."""
+    def backward(self, microbatches: Sequence[Batch]) -> Sums:
+        """Forward and backward of one step's global microbatches."""
         counted = sum(int((b.targets >= 0).sum()) for b in microbatches)
         weigh = Denominators(counted, [b.tokens.numel() for b in microbatches])
         mine = [self._mine(b) for b in microbatches]
         totals = execute(self.actions, self.built, mine.__getitem__, weigh, self.storage)
         self.mesh.ledger.phase = "optimizer"
-        return comm.all_reduce_(totals, self.world, "loss")
+        return Sums(comm.all_reduce_(totals, self.world, "loss"), counted)
 
     def evaluate(self, held_out: HeldOut) -> float:
         """Cross-entropy per counted token of the held-out text, nats, the same on every rank; no auxiliary losses. It
@@ -68,23 +79,33 @@ class Trainer:
         ledger.phase = phase
         return totals[0].item() / held_out.counted
 
-    def update(self, index: int, totals: Tensor) -> tuple[list[float], bool]:
-        """Clip and step. Returns [loss, auxiliary loss, gradient norm] and whether the step was made.
+    def update(self, index: int, sums: Sums) -> tuple[list[float], bool]:
+        """Clip and step: `queue`, then `read`."""
+        return self.read(index, sums, self.queue(index, sums))
 
-        A non-finite loss or norm is known to all ranks, as both are sums over the world; it changes no weight, and
-        raises FloatingPointError where `train.nonfinite` says stop. Reading the three numbers is the one host sync of
-        a step, after all its work is queued.
-        """
+    def queue(self, index: int, sums: Sums) -> Tensor:
+        """Queue the optimizer's work. Returns (3,): loss, auxiliary loss, gradient norm. A step whose numbers are not
+        finite, or without any counted token, changes no weight; both are known to all ranks."""
         with record_function("optimizer"):
             norm = self.storage.norm()
-            numbers = torch.cat([totals, norm[None]])
-            self.storage.step(learning_rate(self.config.train, index), norm, numbers.isfinite().all())
+            numbers = torch.cat([sums.totals, norm[None]])
+            good = numbers.isfinite().all() & (sums.counted > 0)
+            self.storage.step(learning_rate(self.config.train, index), norm, good)
+        return numbers
+
+    def read(self, index: int, sums: Sums, numbers: Tensor) -> tuple[list[float], bool]:
+        """The three numbers of a queued step, and whether it was made: the one host sync of a step. Raises
+        FloatingPointError on every rank where the numbers are not finite and `train.nonfinite` says stop, or where as
+        many steps in a row were skipped that training has ended by itself."""
         values = numbers.tolist()
-        finite = all(v - v == 0 for v in values)
-        if not finite and self.config.train.nonfinite == "stop":
+        finite = all(math.isfinite(v) for v in values)
+        made = finite and sums.counted > 0
+        self.skipped_in_a_row = 0 if made else self.skipped_in_a_row + 1
+        if not finite and (self.config.train.nonfinite == "stop" or self.skipped_in_a_row == MOST_SKIPPED):
             loss, aux, size = values
-            raise FloatingPointError(f"step {index}: loss {loss}, auxiliary loss {aux}, gradient norm {size}")
-        return values, finite
+            told = f"step {index}: loss {loss}, auxiliary loss {aux}, gradient norm {size}"
+            raise FloatingPointError(f"{told} ({self.skipped_in_a_row} steps in a row)")
+        return values, made
 
     def _mine(self, batch: Batch) -> Batch:
         """This rank's part of a global microbatch, on its device."""
@@ -98,16 +119,19 @@ class Trainer:
 
 def train(trainer: Trainer, batches: GlobalMicrobatches, held_out: HeldOut | None = None) -> Iterator[Step]:
     """Run all steps of the config, yielding each as it ends; evaluations where `train.eval_every` says."""
+    following = batches(0)
     for index in range(trainer.config.train.steps):
-        begin = time.perf_counter()
-        microbatches = batches(index)
-        (loss, aux, norm), made = trainer.update(index, trainer.backward(microbatches))
-        tokens = sum(b.tokens.numel() for b in microbatches)
-        ms = (time.perf_counter() - begin) * 1e3
+        begin, microbatches = time.perf_counter(), following
+        sums = trainer.backward(microbatches)
+        numbers = trainer.queue(index, sums)
+        following = batches(index + 1)  # prepared while the device is at work
+        (loss, aux, norm), made = trainer.read(index, sums, numbers)
+        ms, exposed = (time.perf_counter() - begin) * 1e3, trainer.mesh.ledger.settle()
         found = None
         if held_out is not None and evaluates(trainer.config.train, index):
             found = trainer.evaluate(held_out)
-        yield Step(index, loss, aux, norm, tokens, not made, ms, found)
+        tokens = sum(b.tokens.numel() for b in microbatches)
+        yield Step(index, loss, aux, norm, tokens, not made, ms, exposed, found)
 
 
 def evaluates(train: TrainConfig, index: int) -> bool:

@@ -7,13 +7,14 @@ import subprocess
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TypedDict, TypeVar
+from typing import NamedTuple, TypedDict, TypeVar
 
 import torch
 
 from research import comm
 from research.config import to_mapping
 from research.data.batches import HeldOut
+from research.data.tokens import Corpus
 from research.launch.process import Place, threads
 from research.ledger import EVAL
 from research.models.batch import Batch
@@ -27,36 +28,56 @@ K = TypeVar("K")
 V = TypeVar("V", int, float)
 
 
+class Version(NamedTuple):
+    """Which code runs: the commit, "" outside a git checkout, and whether files differ from it."""
+
+    commit: str
+    dirty: bool
+
+
+def code_version() -> Version:
+    """To be asked when a run starts: the checkout may move on meanwhile. A new file of the package counts as well."""
+    root = Path(__file__).parents[2]
+    commands = (("rev-parse", "--short=12", "HEAD"), ("status", "--porcelain", "--", "research", "experiments"))
+    try:
+        commit, status = (
+            subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=True, timeout=10).stdout
+            for words in commands
+        )
+    except (OSError, subprocess.SubprocessError):
+        return Version("", False)
+    return Version(commit.strip(), bool(status.strip()))
+
+
 def make_row(
     trainer: Trainer,
     place: Place,
     steps: Sequence[Step],
     next_batch: Sequence[Batch],
-    unigram_entropy: float,
+    corpus: Corpus,
     held_out: HeldOut | None,
     started: datetime,
+    version: Version,
 ) -> Row:
-    """The row of a finished run, the same on every rank. Every rank must call it; memory is measured in one more step,
+    """The row of a finished run, as this rank saw it. Every rank must call it; memory is measured in one more step,
     on `next_batch`, which is not timed and changes no weight. Bytes and waits are those of steps, without evaluations.
     """
     config, built, ledger = trainer.config, trainer.built, trainer.mesh.ledger
+    timed = timed_steps(steps, config.record.warmup_steps)
     of_steps = {k: v for k, v in ledger.bytes.items() if k.phase != EVAL}
     mine = (
         {(k.axis, f"{k.purpose}/{k.op}/{k.phase}"): float(v / len(steps)) for k, v in of_steps.items()},
-        {axis: ms / len(steps) for axis, ms in ledger.wait_ms().items()},
+        _exposed(timed),
         peak_bytes(trainer, next_batch),  # last, as its step is counted too
     )
     sent, waits, peaks = zip(*comm.gather_objects(mine, trainer.world), strict=True)
     comm_bytes: dict[str, dict[str, float]] = {}
     for (axis, label), value in _largest(sent).items():
         comm_bytes.setdefault(axis, {})[label] = value
-    timed = steps[min(config.record.warmup_steps, len(steps) - 1) :]
-    step_ms = [s.ms for s in timed]
-    tokens_per_s = sum(s.tokens for s in timed) / sum(step_ms) * 1e3
     causal = config.record.causal_flops
     flops = flops_per_token(config.model, built.specs, config.data.sequence, causal)
-    tflops = flops * tokens_per_s / place.world / 1e12
-    commit, dirty = code_version()
+    speed = speed_of(timed)
+    tflops = flops * speed.tokens_per_s / place.world / 1e12
     return Row(
         run_id=run_id(config),
         kind="measured",
@@ -64,21 +85,22 @@ def make_row(
         arm=config.record.arm,
         seed=config.train.seed,
         started=started.isoformat(timespec="seconds"),
-        commit=commit,
-        dirty=dirty,
+        commit=version.commit,
+        dirty=version.dirty,
         config=to_mapping(config),
         hardware=hardware(trainer.device, place, threads(place, config.launch)),
         parameters=sum(s.numel for s in built.specs.values()),
         active_parameters=active_parameters(config.model, built.specs),
-        unigram_entropy=unigram_entropy,
+        unigram_entropy=corpus.unigram_entropy,
+        corpus=corpus.digest,
         loss=steps[-1].loss,
         losses=[s.loss for s in steps],
         grad_norms=[s.norm for s in steps],
         skipped_steps=sum(s.skipped for s in steps),
         tokens=sum(s.tokens for s in steps),
-        tokens_per_s=tokens_per_s,
-        step_ms=statistics.median(step_ms),
-        step_ms_iqr=_iqr(step_ms),
+        tokens_per_s=speed.tokens_per_s,
+        step_ms=speed.step_ms,
+        step_ms_iqr=speed.step_ms_iqr,
         wall_s=(datetime.now(UTC) - started).total_seconds(),
         flops_per_token=flops,
         flops_convention=f"6 per active matrix element, attention {'causal' if causal else 'full'}",
@@ -116,17 +138,35 @@ def _evaluations(steps: Sequence[Step], held_out: HeldOut | None) -> Evaluations
     }
 
 
+class Speed(NamedTuple):
+    """Of the steps that are timed."""
+
+    tokens_per_s: float
+    step_ms: float  # median
+    step_ms_iqr: float  # interquartile range
+
+
+def timed_steps(steps: Sequence[Step], warmup: int) -> Sequence[Step]:
+    """Those after the warm-up; the last one where there are no more."""
+    return steps[min(warmup, len(steps) - 1) :]
+
+
+def speed_of(steps: Sequence[Step]) -> Speed:
+    ms = [s.ms for s in steps]
+    low, _, high = statistics.quantiles(ms, n=4, method="inclusive") if len(ms) > 1 else (0.0, 0.0, 0.0)
+    return Speed(sum(s.tokens for s in steps) / sum(ms) * 1e3, statistics.median(ms), high - low)
+
+
+def _exposed(steps: Sequence[Step]) -> dict[str, float]:
+    """Mean over steps by axis, milliseconds."""
+    axes = {axis for s in steps for axis in s.exposed_ms}
+    return {axis: sum(s.exposed_ms.get(axis, 0.0) for s in steps) / len(steps) for axis in axes}
+
+
 def _largest(of_ranks: Sequence[dict[K, V]]) -> dict[K, V]:
     """Largest value of each key over ranks."""
     keys = sorted({k for d in of_ranks for k in d}, key=str)
     return {k: max(d[k] for d in of_ranks if k in d) for k in keys}
-
-
-def _iqr(values: Sequence[float]) -> float:
-    if len(values) < 2:
-        return 0.0
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return high - low
 
 
 def hardware(device: torch.device, place: Place, threads: int) -> Hardware:
@@ -141,16 +181,3 @@ def _cpu_name() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
-
-
-def code_version() -> tuple[str, bool]:
-    """Commit of this code and whether files differ from it; "" and False outside a git checkout."""
-    folder = Path(__file__).parent
-    try:
-        commit, status = (
-            subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True, timeout=10).stdout
-            for words in (("rev-parse", "--short=12", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
-        )
-    except (OSError, subprocess.SubprocessError):
-        return "", False
-    return commit.strip(), bool(status.strip())

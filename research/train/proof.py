@@ -75,9 +75,9 @@ def snapshot(config: RunConfig, folder: Path, place: Place, device: torch.device
     trainer = Trainer(config, mesh, device)
     losses, gradients = [], []
     for step in range(min(config.train.steps, STEPS)):
-        totals = trainer.backward([ignore_some(b, step) for b in batches.microbatches_of(step)])
+        sums = trainer.backward([ignore_some(b, step) for b in batches.microbatches_of(step)])
         gradients.append({n: (box, g.clone()) for n, box, g in trainer.storage.gradients()})
-        (loss, aux, norm), _ = trainer.update(step, totals)
+        (loss, aux, norm), _ = trainer.update(step, sums)
         losses.append((loss, aux, norm))
     weights = {n: (box, w.clone()) for n, box, w in trainer.storage.weights()}
     path = folder / f"{place.rank}.pt"

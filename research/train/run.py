@@ -4,38 +4,52 @@ from datetime import UTC, datetime
 
 import torch
 
-from research import record
-from research.config import RunConfig
+from research import comm, record
+from research.config import ConfigError, Problem, RunConfig, to_mapping
 from research.data.batches import GlobalBatches, HeldOut
 from research.data.packing import Packed, held_out
 from research.data.tokens import Corpus, open_tokens
 from research.launch.process import Place
 from research.launch.watchdog import watched
 from research.mesh import Mesh
-from research.record import Row
+from research.record import Row, config_hash
 from research.train.loop import Step, Trainer, train
-from research.train.metrics import make_row
+from research.train.metrics import Version, code_version, make_row
 from research.train.watch import boarded, shown, traced
 
 
 def run(config: RunConfig, place: Place, device: torch.device) -> Row:
     """Train, and write the row (rank 0 writes, every rank returns it)."""
-    started = datetime.now(UTC)
+    started, version = datetime.now(UTC), code_version() if place.rank == 0 else Version("", False)
     corpus = open_tokens(config.data)
     batches = global_batches(config, corpus)
     validation = validation_batches(config, corpus) if config.train.eval_every else None
     mesh = Mesh.from_config(config, place.world, place.rank)
     with watched(mesh.ledger, place, config.launch.timeout_s):
+        require_alike(config, corpus, mesh)
         trainer = Trainer(config, mesh, device)
         steps = train(trainer, batches.microbatches_of, validation)
         if place.rank == 0:
             steps = shown(boarded(traced(steps, config), config), config)
         done: list[Step] = list(steps)
         following = batches.microbatches_of(len(done))
-        row = make_row(trainer, place, done, following, corpus.unigram_entropy, validation, started)
+        row = make_row(trainer, place, done, following, corpus, validation, started, version)
     if place.rank == 0:
         record.write(row, config.record.folder)
     return row
+
+
+def require_alike(config: RunConfig, corpus: Corpus, mesh: Mesh) -> None:
+    """Ranks that a launcher started may stand on different nodes. Raises ConfigError on every rank where their configs
+    or their texts differ: nothing else would show it."""
+    mine = {"config": config_hash(to_mapping(config)), "text of data.path": corpus.digest}
+    everyone = comm.gather_objects(mine, mesh.group("world"))
+    problems = []
+    for what, value in everyone[0].items():
+        if odd := [rank for rank, theirs in enumerate(everyone) if theirs[what] != value]:
+            problems.append(Problem(f"{what} of ranks {odd}", None, "differs from rank 0's", "the same on all ranks"))
+    if problems:
+        raise ConfigError(problems)
 
 
 def global_batches(config: RunConfig, corpus: Corpus) -> GlobalBatches:

@@ -18,26 +18,18 @@ def config(text, tmp_path):
 
 
 @pytest.mark.parametrize("late", [0, 2])
-@pytest.mark.parametrize(("where", "what"), [("backward", "expert counts"), ("update", "gradient norm")])
+@pytest.mark.parametrize(("where", "what"), [("backward", "expert counts"), ("queue", "gradient norm")])
 def test_a_sleeping_rank_is_named(config, monkeypatch, late, where, what):
+    """In the fourth step, before a forward or before an optimizer step."""
     real = getattr(loop.Trainer, where)
+    steps = iter(range(1000))
 
     def sleeps(self, *words):
-        if self.mesh.rank == late and self.steps_seen == 3:
+        if next(steps) == 3 and self.mesh.rank == late:
             time.sleep(1000)
-        self.steps_seen += where == "update"
         return real(self, *words)
 
     monkeypatch.setattr(loop.Trainer, where, sleeps)
-    monkeypatch.setattr(loop.Trainer, "steps_seen", 0, raising=False)
-    if where == "backward":
-        update = loop.Trainer.update
-
-        def counts(self, *words):
-            self.steps_seen += 1
-            return update(self, *words)
-
-        monkeypatch.setattr(loop.Trainer, "update", counts)
     begin = time.monotonic()
     with pytest.raises(RankError) as caught:
         start(lambda p, d: run(config, p, d), 3, config.launch, 40.0)
@@ -49,14 +41,14 @@ def test_a_sleeping_rank_is_named(config, monkeypatch, late, where, what):
 
 def test_a_slow_rank_is_waited_for(config, monkeypatch):
     """Slower than a look, faster than the limit."""
-    real = loop.Trainer.update
+    real = loop.Trainer.queue
 
-    def slow(self, index, totals):
+    def slow(self, index, sums):
         if index == 1 and self.mesh.rank == 1:
             time.sleep(2.0)
-        return real(self, index, totals)
+        return real(self, index, sums)
 
-    monkeypatch.setattr(loop.Trainer, "update", slow)
+    monkeypatch.setattr(loop.Trainer, "queue", slow)
     config = replace(config, {"train.steps": 3, "train.warmup_steps": 1})
     assert len({r.run_id for r in start(lambda p, d: run(config, p, d), 3, config.launch, 40.0)}) == 1
 

@@ -14,7 +14,7 @@ def loop(rows, w, counts):
 
 @pytest.mark.parametrize("counts", [[3, 5, 2], [0, 10, 0], [10, 0, 0], [0, 0, 10], [1, 0, 9], [0, 0, 0]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("width", [16, 24])
+@pytest.mark.parametrize("width", [16, 24, 30, 5])
 def test_grouped_equals_a_loop(counts, dtype, width):
     generator = torch.Generator().manual_seed(1)
     counts = torch.tensor(counts)

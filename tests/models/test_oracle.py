@@ -119,8 +119,8 @@ def test_loss_and_every_gradient(changes, cuts):
     config = replace(config, {"train.microbatches": len(parts)})
     trainer = Trainer(config, Mesh({}), torch.device("cpu"))
     got = trainer.backward(parts)
-    torch.testing.assert_close(got[0], loss.detach(), rtol=1e-12, atol=0)
-    torch.testing.assert_close(got[1], torch.as_tensor(aux, dtype=torch.float64).detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(got.totals[0], loss.detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(got.totals[1], torch.as_tensor(aux, dtype=torch.float64).detach(), rtol=1e-12, atol=0)
     for name, _, grad in trainer.storage.gradients():
         want = parameters[name].grad
         assert (grad - want).norm() <= 1e-11 * max(want.norm(), 1e-8), name

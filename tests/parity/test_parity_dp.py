@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from research import build, comm
+from research.train import loop
 from research.train.executor import Denominators
 from research.train.storage import Storage
 
@@ -49,10 +50,15 @@ def test_planted_average_instead_of_sum(prove, monkeypatch):
     assert fails(prove("dp.degree=2"), "gradient")
 
 
-def test_planted_local_denominator(prove, monkeypatch):
+def test_planted_mean_of_means(prove, monkeypatch):
     """A mean over each rank's own tokens, then over ranks."""
-    monkeypatch.setattr(Denominators, "seeds", lambda self, m: (0.5 / (self.counted // 2 + 7), 0.5))
-    assert fails(prove("dp.degree=2"), "loss")
+
+    def local(actions, built, batch, weigh, storage, real=loop.execute):
+        own = sum(int((batch(m).targets >= 0).sum()) for m in range(len(weigh.tokens)))
+        return real(actions, built, batch, Denominators(own * built.mesh.sizes["dp"], weigh.tokens), storage)
+
+    monkeypatch.setattr(loop, "execute", local)
+    assert fails(prove("dp.degree=2"), "loss") and fails(prove("dp.degree=2"), "gradient")
 
 
 def test_planted_local_expert_counts(prove, monkeypatch):

@@ -181,7 +181,7 @@ def test_waiting_in_an_evaluation_is_no_part_of_a_step(config):
 
     def body(trainer, corpus):
         trainer.evaluate(validation_batches(config, corpus))
-        return trainer.mesh.ledger.wait_ms()
+        return trainer.mesh.ledger.settle()
 
     assert on_ranks(config, body) == [{}, {}]
 

@@ -130,13 +130,13 @@ def test_the_meter_agrees_with_the_bytes_that_autograd_saves(config):
 
 def test_slow_warm_up_stays_out(config, monkeypatch):
     """Step 1 takes a second, others 50 ms: the mean is of those."""
-    real = loop.Trainer.update
+    real = loop.Trainer.queue
 
-    def slow(self, index, totals):
+    def slow(self, index, sums):
         time.sleep(1.0 if index == 1 else 0.05)
-        return real(self, index, totals)
+        return real(self, index, sums)
 
-    monkeypatch.setattr(loop.Trainer, "update", slow)
+    monkeypatch.setattr(loop.Trainer, "queue", slow)
     config = replace(config, {"train.steps": 8, "record.warmup_steps": 2, "model.layers": 1})
     row = start(lambda p, d: run(config, p, d), 1, config.launch, LIMIT_S)[0]
     assert 50 < row.step_ms < 500

@@ -6,12 +6,16 @@ import math
 import pytest
 import torch
 
+from research import comm
 from research.config import RunConfig, TrainConfig, load, replace
 from research.data.tokens import open_tokens
 from research.launch.local import start
 from research.mesh import Mesh, total_ranks
+from research.models.batch import Batch
+from research.train import loop
 from research.train.loop import Trainer, train
 from research.train.optim import learning_rate
+from research.train.proof import ignore_some
 from research.train.run import global_batches
 
 LIMIT_S = 60.0
@@ -71,11 +75,11 @@ def test_each_step_is_adamw_on_the_clipped_gradient(config):
     second: dict[str, torch.Tensor] = {}
     weights = {n: w.clone() for n, _, w in trainer.storage.weights()}
     for index in range(3):
-        totals = trainer.backward(batches(index))
+        sums = trainer.backward(batches(index))
         gradients = {n: g.clone() for n, _, g in trainer.storage.gradients()}
         norm = math.sqrt(sum(float((g**2).sum()) for g in gradients.values()))
         assert norm > t.clip
-        (_, _, reported), _ = trainer.update(index, totals)
+        (_, _, reported), _ = trainer.update(index, sums)
         assert reported == pytest.approx(norm, rel=1e-12)
         lr = learning_rate(t, index)
         for name, grad in gradients.items():
@@ -119,9 +123,9 @@ def test_a_skipped_step_changes_no_weight(config):
     batches = batches_of(config)
     trainer.update(0, trainer.backward(batches(0)))
     before = {n: w.clone() for n, _, w in trainer.storage.weights()}
-    totals = trainer.backward(batches(1))
-    totals[0] = math.inf
-    _, made = trainer.update(1, totals)
+    sums = trainer.backward(batches(1))
+    sums.totals[0] = math.inf
+    _, made = trainer.update(1, sums)
     assert not made
     assert all(torch.equal(w, before[n]) for n, _, w in trainer.storage.weights())
     assert all(not g.any() for _, _, g in trainer.storage.gradients())
@@ -169,12 +173,88 @@ def test_replicas_stay_bitwise_equal(config):
     assert all(torch.equal(a[n], b[n]) for n in a)
 
 
-def test_a_step_without_counted_tokens_changes_nothing_by_it(config):
-    """Only the auxiliary losses are left; nothing is divided by zero."""
+def test_a_step_without_counted_tokens_changes_no_weight(config):
+    """Nothing is divided by zero, and neither decay nor momentum nor the auxiliary losses move what no token taught."""
     trainer = Trainer(config, Mesh({}), torch.device("cpu"))
-    ignored = [dataclasses.replace(b, targets=torch.full_like(b.targets, -100)) for b in batches_of(config)(0)]
-    (loss, aux, norm), made = trainer.update(0, trainer.backward(ignored))
-    assert loss == 0 and math.isfinite(aux) and math.isfinite(norm) and made
+    trainer.update(0, trainer.backward(batches_of(config)(0)))
+    before = {n: w.clone() for n, _, w in trainer.storage.weights()}
+    ignored = [dataclasses.replace(b, targets=torch.full_like(b.targets, -100)) for b in batches_of(config)(1)]
+    (loss, aux, norm), made = trainer.update(1, trainer.backward(ignored))
+    assert loss == 0 and math.isfinite(aux) and math.isfinite(norm) and not made
+    assert all(torch.equal(w, before[n]) for n, _, w in trainer.storage.weights())
+
+
+def test_skipping_has_an_end(config, monkeypatch):
+    """Weights that are lost do not come back: the run ends, and does not look like one that trained."""
+    monkeypatch.setattr(loop, "MOST_SKIPPED", 3)
+    config = replace(config, {"train.nonfinite": "skip", "train.steps": 9})
+
+    def poison(trainer, index):
+        if index >= 2:
+            trainer.storage.held["head.norm.weight"].grad.fill_(math.nan)
+
+    (steps, error, _) = steps_of(config, poison)[0]
+    assert len(steps) == 4 and "(3 steps in a row)" in error
+
+
+@pytest.mark.parametrize("microbatches", [2, 4, 8])
+def test_microbatches_add_up_to_the_batch(config, microbatches):
+    """Without the balance loss, which is one over each microbatch, the cut into microbatches changes no gradient."""
+    config = replace(config, {"train.dtype": "float64", "model.balance": 0.0})
+    whole = ignore_some(batches_of(replace(config, {"train.microbatches": 1}))(0)[0], seed=3)
+    sides = []
+    for m in (1, microbatches):
+        trainer = Trainer(replace(config, {"train.microbatches": m}), Mesh({}), torch.device("cpu"))
+        parts = zip(*(t.chunk(m) for t in (whole.tokens, whole.targets, whole.positions)), strict=True)
+        sums = trainer.backward([Batch(*part) for part in parts])
+        sides.append((sums.totals, {n: g.clone() for n, _, g in trainer.storage.gradients()}))
+    torch.testing.assert_close(sides[0][0], sides[1][0], rtol=1e-13, atol=0)
+    for name, want in sides[0][1].items():
+        assert (sides[1][1][name] - want).norm() <= 1e-12 * want.norm() + 1e-18, name
+
+
+@pytest.mark.parametrize("changes", [{}, {"model.tied": True}])
+def test_bfloat16_gradients_of_a_long_batch(config, changes):
+    """Thousands of terms add up to one row of the embedding: they must add up in float32."""
+    base = {"train.global_batch": 64, "train.microbatches": 1, "data.sequence": 64} | changes
+    sides = []
+    for dtype in ("float64", "bfloat16"):
+        part = replace(config, base | {"train.dtype": dtype})
+        trainer = Trainer(part, Mesh({}), torch.device("cpu"))
+        trainer.backward(batches_of(part)(0))
+        sides.append({n: g.double() for n, _, g in trainer.storage.gradients()})
+    for name, want in sides[0].items():
+        assert (sides[1][name] - want).norm() < 0.04 * want.norm(), (name, (sides[1][name] - want).norm() / want.norm())
+
+
+def test_buckets_travel_beside_the_backward(config, monkeypatch):
+    """The sum of the last layers' gradients is under way before those of the first are known, in one order."""
+    config = replace(config, {"dp.degree": 2, "train.bucket_mib": 0.02, "train.microbatches": 2})
+
+    def body(place, device):
+        events = []
+        trainer = Trainer(config, Mesh.from_config(config, place.world, place.rank), device)
+        real = comm.start_all_reduce
+
+        def noted(x, group, purpose, op=comm.SUM):
+            if purpose == "gradients":
+                events.append(next(i for i, b in enumerate(trainer.storage.buckets) if b.flat is x))
+            return real(x, group, purpose, op)
+
+        monkeypatch.setattr(comm, "start_all_reduce", noted)
+        trainer.storage.held["embedding.weight"].used.register_post_accumulate_grad_hook(
+            lambda p: events.append("embedding")
+        )
+        trainer.backward(batches_of(config)(0))
+        return events, [b.names for b in trainer.storage.buckets]
+
+    for events, names in start(body, 2, config.launch, LIMIT_S):
+        started = [e for e in events if e != "embedding"]
+        assert started == list(range(len(names))) and len(names) > 5
+        assert "head.weight" in names[0] + names[1] and "embedding.weight" in names[-1]
+        first, last = (i for i, e in enumerate(events) if e == "embedding")  # one a microbatch
+        assert first == 0, "nothing travels in a backward that is not the last"
+        assert len([e for e in events[:last] if e != "embedding"]) >= len(names) - 2
 
 
 def test_recompute_keeps_choices_of_tied_experts(config):
