@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from research.config import ConfigError, Problem
 from research.data.order import Mixture, shuffled
 from research.data.packing import Packed
 from research.models.batch import NOT_COUNTED, Batch
@@ -32,7 +33,7 @@ class GlobalBatches:
     ) -> None:
         """`weights`: share of the samples from each source; () goes by their numbers of samples.
 
-        Raises ValueError naming the files where a source holds no sample, or all together not one global batch.
+        Raises ConfigError naming the files where a source holds no sample, or all together not one global batch.
         """
         self.samples = [(len(s) - 1) // sequence for s in sources]  # the last target needs one token more
         if min(self.samples) < 1 or sum(self.samples) < global_batch:
@@ -41,8 +42,8 @@ class GlobalBatches:
                 f"{max(n, 0)} samples of data.sequence={sequence}"
                 for s, n in zip(sources, self.samples, strict=True)
             )
-            needed = f"train.global_batch={global_batch} needs at least {global_batch} samples, each source at least 1"
-            raise ValueError(f"{told}; {needed}")
+            rule = f"needs as many samples, and one of each source: {told}"
+            raise ConfigError([Problem("train.global_batch", global_batch, rule, "more text, or shorter samples")])
         self._sources, self._sequence, self._seed = sources, sequence, seed
         self._global_batch, self._microbatches = global_batch, microbatches
         self._mixture = Mixture(weights or self.samples, seed)
@@ -69,11 +70,12 @@ class HeldOut:
     """
 
     def __init__(self, sources: Sequence[Packed], sequence: int, rows: int) -> None:
-        """Raises ValueError naming the files where no document holds a target."""
+        """Raises ConfigError naming the files where no document holds a target."""
         self.counted = sum(s.targets for s in sources)
         if not self.counted:
             told = "; ".join(f"data.path={s.path} gives {s.documents} documents, {len(s)} tokens" for s in sources)
-            raise ValueError(f"the held-out split is empty: {told}; use a larger data.heldout or more documents")
+            rule = f"holds out nothing: {told}"
+            raise ConfigError([Problem("data.heldout", None, rule, "a larger share, or more documents")])
         sizes = [s.text_bytes for s in sources]
         self.text_bytes = None if None in sizes else sum(s or 0 for s in sizes)  # UTF-8; None: a token file
         self._sources, self._sequence, self._rows = sources, sequence, rows

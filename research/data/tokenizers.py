@@ -10,6 +10,8 @@ import numpy as np
 import tokenizers as hf
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+LONGEST_PIECE = 256  # characters of a piece in which a trained BPE merges
+
 
 class Tokenizer(Protocol):
     """`decode(encode(text)) == text` for every text, where a tokenizer.json does not normalise; `end` closes a document
@@ -74,7 +76,9 @@ class Library:
         A short text may give fewer than `vocab_size` entries; 257 (the bytes and `end`) is the least.
         """
         library = hf.Tokenizer(models.BPE())
-        library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        # Merging takes time quadratic in the length of a piece, so that text without spaces must be cut as well.
+        pieces = [pre_tokenizers.ByteLevel(add_prefix_space=False), pre_tokenizers.FixedLength(LONGEST_PIECE)]
+        library.pre_tokenizer = pre_tokenizers.Sequence(pieces)
         library.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size - 1, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False

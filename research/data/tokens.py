@@ -29,13 +29,13 @@ import tokenizers as hf
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from research.config import DataConfig
+from research.config import ConfigError, DataConfig, Problem
 from research.data.corpus import Source, documents, find, given_tokenizer
 from research.data.token_files import added, read_ids
 from research.data.tokenizers import Library, Tokenizer
 from research.files import atomically, write_atomically
 
-FORMAT = 2  # to be raised when the same text and tokenizer shall give other files
+FORMAT = 3  # to be raised when the same text and tokenizer shall give other files
 SILENT_S = 2.0  # work that ends sooner shows no progress
 FLUSH = 1 << 20  # ids that are written at once
 SETTLED_NS = 2 * 10**9  # a file may change without a new time for as long as its file system's clock stands still
@@ -55,9 +55,10 @@ class Tokens:
     path: str  # of the source, for messages
 
     def require(self, vocab: int) -> None:
-        """Raises ValueError naming the file where a model of `vocab` rows has none for the largest id."""
+        """Raises ConfigError naming the file where a model of `vocab` rows has none for the largest id."""
         if len(self.counts) > vocab:
-            raise ValueError(f"data.path={self.path} holds id {len(self.counts) - 1}, past model.vocab={vocab}")
+            rule = f"has no row for id {len(self.counts) - 1} of data.path={self.path}"
+            raise ConfigError([Problem("model.vocab", vocab, rule, f"at least {len(self.counts)}")])
 
     @property
     def text_bytes(self) -> int | None:

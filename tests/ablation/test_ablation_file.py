@@ -96,6 +96,15 @@ def test_the_problems_of_all_arms_are_told_together(ablation) -> None:
     ]
 
 
+def test_a_base_that_is_wrong_is_told_once_for_each_arm(ablation, tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("model: [1]")
+    with pytest.raises(ConfigError) as caught:
+        runs(read(ablation(base="base.yaml", seeds=[0, 1])))
+    assert [line.partition(";")[0] for line in told(caught)] == [
+        f"arm {arm}: model=[1] is a section, not a key" for arm in ("one", "two")
+    ]
+
+
 def test_a_base_that_is_missing_is_told(ablation) -> None:
     with pytest.raises(ConfigError) as caught:
         runs(read(ablation(base="../nowhere.yaml")))

@@ -257,5 +257,5 @@ def test_the_tail_of_the_split_is_filled_with_rows_that_do_not_count(rows: int) 
 
 def test_an_empty_split_is_named() -> None:
     tokens = tokens_of(random_documents(5))
-    with pytest.raises(ValueError, match=r"held-out split is empty: data\.path=notes\.txt gives 0 documents, 0 tokens"):
+    with pytest.raises(ValueError, match=r"holds out nothing: data\.path=notes\.txt gives 0 documents, 0 tokens"):
         HeldOut([Packed(tokens, np.zeros(5, bool))], 8, 4)

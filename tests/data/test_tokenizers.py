@@ -4,6 +4,7 @@ import json
 import os
 import random
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -148,3 +149,13 @@ def test_a_file_that_is_no_tokenizer(tmp_path: Path, content: str | None, beside
         (tmp_path / "tokenizer_config.json").write_text(beside)
     with pytest.raises(ValueError, match=message):
         Library.load(path)
+
+
+def test_text_without_spaces_is_tokenised_in_time():
+    """Merging takes time quadratic in the length of a piece, so pieces must be cut."""
+    text = "x" * 500_000
+    begin = time.monotonic()
+    tokenizer = Library.train([text, "some words"], 300)
+    ids = tokenizer.encode(text)
+    assert time.monotonic() - begin < 20
+    assert tokenizer.decode(ids) == text and len(ids) < len(text) / 8
