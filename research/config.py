@@ -65,6 +65,12 @@ class ModelConfig:
     heads: int = key(8, "query heads", at_least=1)
     kv_heads: int = key(2, "key and value heads: heads = MHA, 1 = MQA, between = GQA", at_least=1)
     head_dim: int = key(8, "elements of one head", at_least=2)
+    qk_norm: Literal["none", "head"] = key("none", "RMSNorm of queries and keys, over each head (Qwen3)")
+    qkv_bias: bool = key(False, "add a bias to queries, keys and values (Qwen2)")
+    out_bias: bool = key(False, "add a bias to the output of attention")
+    mlp_bias: bool = key(False, "add biases to dense feed-forwards; experts have none")
+    window: int = key(0, "tokens that a token sees, itself included; 0: all before it", at_least=0)
+    window_from: int = key(0, "first layer with the window; those before it see everything", at_least=0)
     ffn: int = key(128, "hidden width of a dense feed-forward", at_least=1)
     dense_layers: int = key(1, "leading layers with a dense feed-forward instead of MoE", at_least=0)
     experts: int = key(8, "routed experts of an MoE layer; 0 makes every layer dense", at_least=0)
@@ -75,7 +81,15 @@ class ModelConfig:
     balance: float = key(0.01, "weight of the load-balance loss (Switch Transformer, eq. 4)", at_least=0)
     z_loss: float = key(0.001, "weight of the router z-loss (ST-MoE, eq. 5)", at_least=0)
     tied: bool = key(False, "use the embedding as the head as well")
+    rotary_dim: int = key(0, "leading elements of a head that RoPE turns; 0: all", at_least=0)
     rope_base: float = key(10000.0, "base of the rotary frequencies", at_least=1)
+    rope_scaling: Literal["none", "linear", "ntk", "llama3", "yarn"] = key("none", "of RoPE to longer texts")
+    rope_factor: float = key(1.0, "how many times longer rope_scaling makes the context", at_least=1)
+    rope_context: int = key(4096, "context that is scaled, tokens (llama3, yarn)", at_least=1)
+    rope_slow_turns: float = key(1.0, "a pair that turns less often in rope_context is scaled in full", at_least=1e-6)
+    rope_fast_turns: float = key(32.0, "a pair that turns more often in rope_context is left alone", at_least=0)
+    rope_mscale: float = key(1.0, "yarn: cosine and sine grow by 0.1 * this * ln(rope_factor) + 1 ..", at_least=0)
+    rope_mscale_all: float = key(0.0, "yarn: .. over the same of this, whose square scales the softmax", at_least=0)
     norm_eps: float = key(1e-5, "added to the mean square in RMSNorm", at_least=0)
     init_std: float = key(0.02, "standard deviation of initial weights", at_least=0)
 
@@ -85,9 +99,32 @@ class ModelConfig:
             yield Problem("model.kv_heads", self.kv_heads, rule, divisors(self.heads))
         if self.head_dim % 2:
             yield Problem("model.head_dim", self.head_dim, "must be even: RoPE turns pairs", "even numbers")
+        if self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
+            rule = f"must be even and not exceed model.head_dim={self.head_dim}"
+            yield Problem("model.rotary_dim", self.rotary_dim, rule, f"0, 2, .. {self.head_dim // 2 * 2}")
+        yield from self._rope_problems()
         if 0 < self.experts < self.top_k:
             rule = f"must not exceed model.experts={self.experts}"
             yield Problem("model.top_k", self.top_k, rule, f"1 to {self.experts}")
+
+    def _rope_problems(self) -> Iterator[Problem]:
+        if self.rope_scaling == "none" and self.rope_factor != 1:
+            yield Problem("model.rope_factor", self.rope_factor, "scales nothing with model.rope_scaling=none", "1")
+        if self.rope_scaling in ("llama3", "yarn") and self.rope_slow_turns >= self.rope_fast_turns:
+            rule = f"must be less than model.rope_fast_turns={_text(self.rope_fast_turns)}"
+            legal = f"more than 0, less than {_text(self.rope_fast_turns)}"
+            yield Problem("model.rope_slow_turns", self.rope_slow_turns, rule, legal)
+        if self.rope_scaling == "yarn" and self.rope_base == 1:
+            rule = "makes all frequencies one, so that yarn cannot part them"
+            yield Problem("model.rope_base", self.rope_base, rule, "more than 1")
+        if self.rope_scaling == "ntk" and self.rotary_width == 2:
+            rule = "changes nothing where RoPE turns a single pair"
+            yield Problem("model.rope_scaling", "ntk", rule, "another scaling")
+
+    @property
+    def rotary_width(self) -> int:
+        """Elements of a head that RoPE turns."""
+        return self.rotary_dim or self.head_dim
 
 
 @dataclass(frozen=True)

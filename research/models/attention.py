@@ -7,8 +7,9 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from research.config import ModelConfig
-from research.models.layers import Rotary, residual_std, rotate
+from research.models.layers import RMSNorm, residual_std
 from research.models.params import Block
+from research.models.rope import Rotary, rotate, softmax_scale
 
 
 class Attention(Block):
@@ -18,17 +19,34 @@ class Attention(Block):
     wk: nn.Parameter
     wv: nn.Parameter
     wo: nn.Parameter
+    bq: nn.Parameter
+    bk: nn.Parameter
+    bv: nn.Parameter
+    bo: nn.Parameter
 
-    def __init__(self, c: ModelConfig) -> None:
+    def __init__(self, c: ModelConfig, window: int) -> None:
         super().__init__()
-        self.head_dim = c.head_dim
-        self.param("wq", heads=(c.heads, c.head_dim), dim=c.dim, std=c.init_std)
-        self.param("wk", kv_heads=(c.kv_heads, c.head_dim), dim=c.dim, std=c.init_std)
-        self.param("wv", kv_heads=(c.kv_heads, c.head_dim), dim=c.dim, std=c.init_std)
-        self.param("wo", dim=c.dim, heads=(c.heads, c.head_dim), std=residual_std(c))
+        self.c, self.window, self.scale = c, window, softmax_scale(c, c.head_dim)
+        heads, kv_heads = (c.heads, c.head_dim), (c.kv_heads, c.head_dim)
+        self.param("wq", heads=heads, dim=c.dim, std=c.init_std)
+        self.param("wk", kv_heads=kv_heads, dim=c.dim, std=c.init_std)
+        self.param("wv", kv_heads=kv_heads, dim=c.dim, std=c.init_std)
+        self.param("wo", dim=c.dim, heads=heads, std=residual_std(c))
+        if c.qkv_bias:
+            self.param("bq", heads=heads, std=0.0)
+            self.param("bk", kv_heads=kv_heads, std=0.0)
+            self.param("bv", kv_heads=kv_heads, std=0.0)
+        if c.out_bias:
+            self.param("bo", dim=c.dim, std=0.0)
+        self.q_norm = RMSNorm(c.norm_eps, head_dim=c.head_dim) if c.qk_norm == "head" else nn.Identity()
+        self.k_norm = RMSNorm(c.norm_eps, head_dim=c.head_dim) if c.qk_norm == "head" else nn.Identity()
 
     def forward(self, x: Tensor, positions: Tensor, r: Rotary) -> Tensor:
         projected = self.seams.column(x, self.wq, self.wk, self.wv)
-        q, k, v = (rearrange(t, "b s (n h) -> b s n h", h=self.head_dim) for t in projected)
-        o = self.seams.attend(rotate(q, r), rotate(k, r), v, positions)
-        return self.seams.row(rearrange(o, "b s n h -> b s (n h)"), self.wo)
+        if self.c.qkv_bias:
+            projected = [t + bias for t, bias in zip(projected, (self.bq, self.bk, self.bv), strict=True)]
+        q, k, v = (rearrange(t, "b s (n h) -> b s n h", h=self.c.head_dim) for t in projected)
+        q, k = rotate(self.q_norm(q), r), rotate(self.k_norm(k), r)
+        o = self.seams.attend(q, k, v, positions, scale=self.scale, window=self.window)
+        y = self.seams.row(rearrange(o, "b s n h -> b s (n h)"), self.wo)
+        return y + self.bo if self.c.out_bias else y

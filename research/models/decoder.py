@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from research.config import ModelConfig
 from research.models.attention import Attention
 from research.models.batch import Batch
-from research.models.layers import FeedForward, RMSNorm, Rotary, rotary
+from research.models.layers import FeedForward, RMSNorm
 from research.models.moe import MoE
 from research.models.params import Block, Spec
 from research.models.recompute import Keep, decide, recomputed
+from research.models.rope import Rotary, rotary
 
 
 class Output(NamedTuple):
@@ -29,9 +30,9 @@ class Layer(nn.Module):
 
     def __init__(self, c: ModelConfig, index: int) -> None:
         super().__init__()
-        self.attention_norm, self.attention = RMSNorm(c), Attention(c)
-        self.ffn_norm = RMSNorm(c)
-        self.ffn = MoE(c) if is_moe(c, index) else FeedForward(c, c.ffn)
+        self.attention_norm, self.attention = RMSNorm(c.norm_eps, dim=c.dim), Attention(c, window_of(c, index))
+        self.ffn_norm = RMSNorm(c.norm_eps, dim=c.dim)
+        self.ffn = MoE(c) if is_moe(c, index) else FeedForward(c, c.ffn, c.mlp_bias)
 
     def forward(self, x: Tensor, positions: Tensor, r: Rotary, keep: Keep) -> tuple[Tensor, Tensor]:
         x = x + self.attention(self.attention_norm(x), positions, r)
@@ -62,7 +63,7 @@ class Head(Block):
 
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
-        self.norm = RMSNorm(c)
+        self.norm = RMSNorm(c.norm_eps, dim=c.dim)
         if not c.tied:
             self.param("weight", vocab=c.vocab, dim=c.dim, std=c.init_std)
 
@@ -82,7 +83,7 @@ class Decoder(nn.Module):
 
     def forward(self, batch: Batch) -> Output:
         x = self.embedding(batch.tokens)
-        r = rotary(batch.positions, self.c.head_dim, self.c.rope_base, x.dtype)
+        r = rotary(batch.positions, self.c, x.dtype)
         aux = torch.zeros((), device=x.device, requires_grad=True)
         for layer in self.layers.values():
             x, part = self._run(layer, x, batch.positions, r)
@@ -98,6 +99,11 @@ class Decoder(nn.Module):
 
 def is_moe(c: ModelConfig, layer: int) -> bool:
     return c.experts > 0 and layer >= c.dense_layers
+
+
+def window_of(c: ModelConfig, layer: int) -> int:
+    """Tokens that a token of this layer sees, itself included; 0: all before it."""
+    return c.window if layer >= c.window_from else 0
 
 
 def specs(model: nn.Module) -> dict[str, Spec]:

@@ -5,17 +5,20 @@ L layers, H heads, h head dim, S tokens of a sample
 
 import math
 from collections.abc import Mapping
+from fractions import Fraction
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from research.config import ModelConfig
+from research.models.decoder import window_of
 from research.models.params import Spec
 
 
 def flops_per_token(c: ModelConfig, declared: Mapping[str, Spec], sequence: int, causal: bool) -> int:
     """Forward and backward of one token: 6 for each matrix element that it is multiplied with, and 12 L H h S for
-    attention over the whole sample (Chowdhery et al. 2022, appendix B), or half of that where `causal`.
+    attention over the whole sample (Chowdhery et al. 2022, appendix B), or half of that where `causal`; there a layer
+    with a window w counts w - w^2 / 2S seen tokens in place of S / 2.
 
     The input embedding is looked up, not multiplied; a tied one counts as the head. Of the routed experts the chosen
     ones count. Recompute does not count: the work is the model's, whatever the run does for it.
@@ -24,8 +27,12 @@ def flops_per_token(c: ModelConfig, declared: Mapping[str, Spec], sequence: int,
     for name, spec in declared.items():
         if len(spec.dims) > 1 and (name != "embedding.weight" or c.tied):
             matrices += spec.numel * c.top_k // c.experts if "expert" in spec.dims else spec.numel
-    attention = 12 * c.layers * c.heads * c.head_dim * sequence
-    return 6 * matrices + (attention // 2 if causal else attention)
+    attention = 0
+    for layer in range(c.layers):
+        window = min(window_of(c, layer) or sequence, sequence)
+        seen = Fraction(2 * window * sequence - window**2, 2 * sequence) if causal else sequence
+        attention += int(12 * c.heads * c.head_dim * seen)
+    return 6 * matrices + attention
 
 
 def counter() -> FlopCounterMode:

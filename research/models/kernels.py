@@ -50,18 +50,26 @@ class Products:
         return F.grouped_mm(rows, w.transpose(-2, -1), offs=counts.cumsum(0, dtype=torch.int32))
 
 
-def flash_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = 0) -> Tensor:
     """As `causal_attention`, by the flash-attn package: CUDA, bfloat16."""
     from flash_attn import flash_attn_func  # an extra that exists with CUDA only
 
-    o: Tensor = flash_attn_func(q, k, v, causal=True)
+    left_and_right = (window - 1, 0) if window else (-1, -1)
+    o: Tensor = flash_attn_func(q, k, v, softmax_scale=scale, causal=True, window_size=left_and_right)
     return o
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """(B, S, H, h), twice (B, S, G, h) -> (B, S, H, h), scaled by h**-0.5; query head i reads kv head i * G // H."""
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = 0) -> Tensor:
+    """(B, S, H, h), twice (B, S, G, h) -> (B, S, H, h); query head i reads kv head i * G // H. With a window a token
+    sees that many tokens, itself included."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    seen = None
+    if 0 < window < q.shape[2]:
+        place = torch.arange(q.shape[2], device=q.device)
+        distance = place[:, None] - place
+        seen = (distance >= 0) & (distance < window)
+    grouped = q.shape[1] != k.shape[1]
+    o = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None, scale=scale, enable_gqa=grouped)
     return o.transpose(1, 2)
 
 

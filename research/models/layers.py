@@ -1,11 +1,5 @@
-"""RMSNorm, rotary positions and the gated feed-forward.
+"""RMSNorm and the gated feed-forward."""
 
-B batch, S local sequence, D model, H heads, h head dim
-"""
-
-from typing import NamedTuple
-
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -18,34 +12,14 @@ class RMSNorm(Block):
 
     weight: nn.Parameter
 
-    def __init__(self, c: ModelConfig) -> None:
+    def __init__(self, eps: float, **dim: int) -> None:
+        """`dim`: the one that is normalised, by its logical name."""
         super().__init__()
-        self.eps = c.norm_eps
-        self.param("weight", dim=c.dim)
+        self.eps = eps
+        self.param("weight", std=None, keep_float32=False, **dim)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-
-class Rotary(NamedTuple):
-    """Cosine and sine of position * frequency, each (B, S, 1, h/2)."""
-
-    cos: Tensor
-    sin: Tensor
-
-
-def rotary(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> Rotary:
-    """positions (B, S): any integers, so that a rank may hold any part of a sequence (Su et al. 2021, eq. 34)."""
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=wide) / head_dim
-    angles = (positions[..., None] * base**-exponents)[:, :, None]
-    return Rotary(angles.cos().to(dtype), angles.sin().to(dtype))
-
-
-def rotate(x: Tensor, r: Rotary) -> Tensor:
-    """x (B, S, H, h): element i and i + h/2 are turned as a pair (the LLaMA order)."""
-    a, b = x.chunk(2, -1)
-    return torch.cat([a * r.cos - b * r.sin, b * r.cos + a * r.sin], -1)
 
 
 class FeedForward(Block):
@@ -55,15 +29,26 @@ class FeedForward(Block):
     w_up: nn.Parameter
     w_down: nn.Parameter
 
-    def __init__(self, c: ModelConfig, width: int) -> None:
+    b_gate: nn.Parameter
+    b_up: nn.Parameter
+    b_down: nn.Parameter
+
+    def __init__(self, c: ModelConfig, width: int, bias: bool = False) -> None:
         super().__init__()
+        self.bias = bias
         self.param("w_gate", ffn=width, dim=c.dim, std=c.init_std)
         self.param("w_up", ffn=width, dim=c.dim, std=c.init_std)
         self.param("w_down", dim=c.dim, ffn=width, std=residual_std(c))
+        if bias:
+            self.param("b_gate", ffn=width, std=0.0)
+            self.param("b_up", ffn=width, std=0.0)
+            self.param("b_down", dim=c.dim, std=0.0)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.seams.column(x, self.w_gate, self.w_up)
-        return self.seams.row(F.silu(gate) * up, self.w_down)
+        if not self.bias:
+            return self.seams.row(F.silu(gate) * up, self.w_down)
+        return self.seams.row(F.silu(gate + self.b_gate) * (up + self.b_up), self.w_down) + self.b_down
 
 
 def residual_std(c: ModelConfig) -> float:

@@ -27,10 +27,10 @@ def lookup(weight: Tensor, tokens: Tensor) -> Tensor:
     return embed(weight, tokens)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
-    """(B, S, H, h), twice (B, S, G, h), (B, S) -> (B, S, H, h); a token sees those up to its own. One device holds
-    whole samples in order, so that positions decide nothing here."""
-    return causal_attention(q, k, v)
+def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, *, scale: float, window: int = 0) -> Tensor:
+    """(B, S, H, h), twice (B, S, G, h), (B, S) -> (B, S, H, h); a token sees those up to its own, the last `window`
+    where that is not 0. One device holds whole samples in order, so that positions decide nothing here."""
+    return causal_attention(q, k, v, scale, window)
 
 
 def experts(
@@ -81,15 +81,15 @@ class Seams:
     column: Callable[..., list[Tensor]]  # x (B, S, D), weights (O, D) -> one (B, S', O/tp) each
     row: Callable[[Tensor, Tensor], Tensor]  # x (B, S', I/tp), weight (D, I/tp) -> (B, S, D)
     lookup: Callable[[Tensor, Tensor], Tensor] = lookup
-    attend: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = attend
+    attend: Callable[..., Tensor] = attend
     experts: Callable[..., tuple[Tensor, Tensor | None]] = experts
     cross_entropy: Callable[[Tensor, Tensor, Tensor], Tensor] = cross_entropy
     count: Callable[[Tensor, int], Tensor] = count
 
 
-def attend_flash(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+def attend_flash(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, *, scale: float, window: int = 0) -> Tensor:
     """`attend` with the flash-attn kernel."""
-    return flash_attention(q, k, v)
+    return flash_attention(q, k, v, scale, window)
 
 
 def one_device(products: Products, flash: bool = False) -> Seams:

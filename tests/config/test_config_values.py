@@ -106,6 +106,23 @@ def test_large_and_whole_numbers_are_floats_where_floats_belong(written: str, va
     [
         (["model.kv_heads=3"], "model.kv_heads=3 must divide model.heads=8; legal: 1, 2, 4, 8"),
         (["model.head_dim=9"], "model.head_dim=9 must be even: RoPE turns pairs; legal: even numbers"),
+        (
+            ["model.rotary_dim=10"],
+            "model.rotary_dim=10 must be even and not exceed model.head_dim=8; legal: 0, 2, .. 8",
+        ),
+        (["model.rope_factor=2"], "model.rope_factor=2 scales nothing with model.rope_scaling=none; legal: 1"),
+        (
+            ["model.rope_scaling=llama3", "model.rope_slow_turns=4", "model.rope_fast_turns=4"],
+            "model.rope_slow_turns=4 must be less than model.rope_fast_turns=4; legal: more than 0, less than 4",
+        ),
+        (
+            ["model.rope_scaling=yarn", "model.rope_base=1"],
+            "model.rope_base=1 makes all frequencies one, so that yarn cannot part them; legal: more than 1",
+        ),
+        (
+            ["model.rope_scaling=ntk", "model.rotary_dim=2"],
+            "model.rope_scaling=ntk changes nothing where RoPE turns a single pair; legal: another scaling",
+        ),
         (["model.top_k=9"], "model.top_k=9 must not exceed model.experts=8; legal: 1 to 8"),
         (["train.microbatches=17"], "train.microbatches=17 must not exceed train.global_batch=16; legal: 1 to 16"),
         (["model.vocab=245"], "model.vocab=245 must hold the 246 ids of data.tokenizer=bytes; legal: at least 246"),

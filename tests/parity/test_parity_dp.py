@@ -26,6 +26,9 @@ GRID = [
     "dp.degree=2 model.dense_layers=0 model.shared_experts=0 model.normalize_weights=false",
     "dp.degree=2 model.top_k=1 model.kv_heads=1",
     "dp.degree=2 model.kv_heads=8 model.experts=32 model.top_k=4",  # more experts than some rank has tokens for
+    "dp.degree=2 model.qk_norm=head model.window=7 model.window_from=2 model.rotary_dim=4",
+    "dp.degree=2 model.qkv_bias=true model.out_bias=true model.mlp_bias=true",
+    "dp.degree=2 model.rope_scaling=yarn model.rope_factor=4 model.rope_context=32 model.rope_mscale_all=0.7",
     "dp.degree=1 train.recompute=full train.bucket_mib=0.01",
 ]
 

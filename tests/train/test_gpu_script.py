@@ -35,16 +35,21 @@ def test_its_models_are_valid():
 
 
 def test_flash_attention_takes_our_shapes(monkeypatch):
-    """The package by its documented signature: (B, S, H, h), GQA without repeating, causal."""
+    """The package by its documented signature: (B, S, H, h), GQA without repeating, causal; a window counts the tokens
+    left and right of a token's own place, -1 means all."""
 
-    def flash_attn_func(q, k, v, causal=False):
+    def flash_attn_func(q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1)):
         assert causal
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+        seen = torch.ones(q.shape[2], q.shape[2]).tril().bool()
+        if window_size[0] >= 0:
+            seen = seen.triu(-window_size[0])
+        return F.scaled_dot_product_attention(q, k, v, seen, scale=softmax_scale, enable_gqa=True).transpose(1, 2)
 
     monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(flash_attn_func=flash_attn_func))
     q, k, v = torch.randn(2, 5, 4, 8), torch.randn(2, 5, 2, 8), torch.randn(2, 5, 2, 8)
-    torch.testing.assert_close(flash_attention(q, k, v), causal_attention(q, k, v))
+    for window in (0, 1, 3, 9):
+        torch.testing.assert_close(flash_attention(q, k, v, 0.3, window), causal_attention(q, k, v, 0.3, window))
 
 
 def test_flash_attention_is_refused_where_it_cannot_run():

@@ -40,6 +40,7 @@ def trainer_of(config):
         {"model.tied": True, "model.top_k": 3, "model.shared_experts": 0},
         {"train.recompute": "full"},
         {"train.dtype": "bfloat16"},
+        {"model.window": 10, "model.qk_norm": "head", "model.qkv_bias": True, "model.mlp_bias": True},
     ],
 )
 def test_flops_equal_what_torch_counts(config, changes):

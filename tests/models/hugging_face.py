@@ -1,0 +1,143 @@
+"""Models of the `transformers` package as oracles: the same weights, then loss, logits and gradients of both sides.
+
+Their norms, softmaxes, rotary tables and routers are written for float32 whatever the model's dtype. `widened` makes
+those float64 while it is active, so that both sides can be held to 1e-9.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from research.build import build
+from research.config import RunConfig, TrainConfig, replace
+from research.mesh import Mesh
+from research.models.batch import NOT_COUNTED, Batch
+from research.models.params import Block
+
+TOLERANCE = 1e-9
+BATCH, LENGTH, VOCAB = 3, 24, 50
+FLOAT32 = torch.float32  # whatever `widened` makes of the name
+
+# theirs -> ours; the tensors are the same but for those of `_converted`
+NAMES = [
+    (r"^model\.embed_tokens\.", "embedding."),
+    (r"^model\.norm\.", "head.norm."),
+    (r"^lm_head\.", "head."),
+    (r"^model\.", ""),
+    (r"\.input_layernorm\.", ".attention_norm."),
+    (r"\.post_attention_layernorm\.", ".ffn_norm."),
+    (r"\.self_attn\.(\w)_proj\.weight", r".attention.w\1"),
+    (r"\.self_attn\.(\w)_proj\.bias", r".attention.b\1"),
+    (r"\.self_attn\.", ".attention."),
+    (r"\.mlp\.", ".ffn."),
+    (r"\.(gate|up|down)_proj\.weight", r".w_\1"),
+    (r"\.(gate|up|down)_proj\.bias", r".b_\1"),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    loss: Tensor  # with auxiliary losses
+    logits: Tensor
+    gradients: dict[str, Tensor]  # by our names
+
+
+@contextmanager
+def widened() -> Iterator[None]:
+    """float32 is float64, in Python code that names it."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("float32", "float"):
+            patch.setattr(torch, name, torch.float64)
+        patch.setattr(Tensor, "float", Tensor.double)
+        torch.set_default_dtype(torch.float64)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(FLOAT32)
+
+
+def batch() -> Batch:
+    """The last token of a sample has no target: theirs are shifted inside."""
+    tokens = torch.randint(VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
+    targets = F.pad(tokens[:, 1:], (0, 1), value=NOT_COUNTED)
+    return Batch(tokens, targets, torch.arange(LENGTH).expand(BATCH, LENGTH))
+
+
+def renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights or gradients of theirs by our names, in our form."""
+    ours = {}
+    for name, tensor in tensors.items():
+        for pattern, new in NAMES:
+            name = re.sub(pattern, new, name)
+        ours |= dict(_converted(name, tensor))
+    return ours
+
+
+def _converted(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Matrices that they keep in one, apart."""
+    part, _, last = name.removesuffix(".weight").rpartition(".")
+    if last == "qkv_proj":  # of Phi-3, with twice as many query heads as kv heads
+        quarter = len(tensor) // 4
+        parts = tensor.split([2 * quarter, quarter, quarter])
+        yield from zip((f"{part}.wq", f"{part}.wk", f"{part}.wv"), parts, strict=True)
+    elif last == "gate_up_proj":
+        yield from zip((f"{part}.w_gate", f"{part}.w_up"), tensor.chunk(2, -2), strict=True)
+    else:
+        yield name, tensor
+
+
+def theirs(kind: type[nn.Module], config: object) -> tuple[dict[str, Tensor], Result]:
+    """Random weights by our names, and what their model makes of `batch()`."""
+    torch.manual_seed(0)
+    with widened():
+        model = kind(config).double()
+        for parameter in model.parameters():  # theirs start norms as ones and biases as zeros, which hides errors
+            nn.init.normal_(parameter, float(parameter.dim() == 1), 0.3)
+        tokens = batch().tokens
+        out = model(input_ids=tokens, labels=tokens)
+        out.loss.backward()
+    weights = {n: p.detach() for n, p in model.named_parameters()}
+    gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+    return renamed(weights), Result(out.loss.detach(), out.logits.detach(), renamed(gradients))
+
+
+def ours(weights: Mapping[str, Tensor], changes: Mapping[str, object]) -> Result:
+    """What our model makes of the same batch with the same weights."""
+    config = replace(RunConfig(train=TrainConfig(dtype="float64")), {"model.vocab": VOCAB, **changes})
+    model = build(config, Mesh({}), torch.device("cpu")).model
+    assert set(weights) == {n for n, _ in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        assert parameter.shape == weights[name].shape, name
+        parameter.data.copy_(weights[name])
+    logits: list[Tensor] = []
+
+    def seen(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+        logits.append(F.linear(x, head).detach())
+        return seams.cross_entropy(x, head, targets)
+
+    seams = model.head.seams
+    for module in model.modules():
+        if isinstance(module, Block):
+            module.seams = dataclasses.replace(seams, cross_entropy=seen)
+    given = batch()
+    out = model(given)
+    loss = out.loss / (given.targets >= 0).sum() + out.aux
+    loss.backward()
+    return Result(loss.detach(), logits[0], {n: p.grad for n, p in model.named_parameters()})
+
+
+def worst(kind: type[nn.Module], config: object, changes: Mapping[str, object]) -> float:
+    """The largest relative error of loss, logits and all gradients, relative to 1e-6 of all where one is zero."""
+    weights, want = theirs(kind, config)
+    got = ours(weights, changes)
+    floor = 1e-6 * torch.stack([g.norm() for g in want.gradients.values()]).norm()
+    pairs = [(got.loss, want.loss), (got.logits, want.logits)]
+    pairs += [(got.gradients[n], g) for n, g in want.gradients.items()]
+    errors = torch.stack([(a - b).norm() / torch.maximum(b.norm(), floor) for a, b in pairs])
+    return float(errors.max())  # NaN if any is
