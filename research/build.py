@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -46,7 +47,7 @@ def build(config: RunConfig, mesh: Mesh, device: torch.device) -> Built:
             for leaf, spec in module.specs.items():
                 name = f"{path}.{leaf}".lstrip(".")
                 value = padded_values(config.train.seed, name, spec, layouts[name], mesh, dtype, device)
-                setattr(module, leaf, nn.Parameter(value))
+                setattr(module, leaf, nn.Parameter(value, requires_grad=spec.trained))
     return Built(model, mesh, declared, layouts, replicas)
 
 
@@ -61,16 +62,18 @@ def wired(config: RunConfig, mesh: Mesh) -> seams.Seams:
     products = Products()
     claims = {a.name: a.seams(config, mesh, products) for a in AXES}
     if mesh.stage_ranks > 1:
-        claims["build"] = {"count": stage_count(mesh.group("stage"))}
+        # No axis owns counts, they span several. Repeated tokens count repeatedly, also in each term's denominator.
+        stage, sample = mesh.group("stage"), mesh.group("sample")
+        claims["build"] = {"count": summed(seams.count, stage), "count_each": summed(seams.count_each, sample)}
     return seams.wire(seams.one_device(products, flash=config.train.kernel == "flash"), claims)
 
 
-def stage_count(stage: Group) -> seams.Seam:
-    """Counts sum over every rank of the stage: the balance loss is one over the whole global microbatch. No axis owns
-    this. Repeated tokens count repeatedly, in every term and in its denominator."""
+def summed(counting: Callable[[Tensor, int], Tensor], group: Group) -> seams.Seam:
+    """Counts of experts, summed over the ranks that the count is about: the balance loss is one over the whole global
+    microbatch, or over whole samples."""
 
     def count(ids: Tensor, n_experts: int) -> Tensor:
-        return comm.all_reduce_(seams.count(ids, n_experts), stage, "expert counts")
+        return comm.all_reduce_(counting(ids, n_experts), group, "expert counts")
 
     return count
 

@@ -65,7 +65,9 @@ class ModelConfig:
     heads: int = key(8, "query heads", at_least=1)
     kv_heads: int = key(2, "key and value heads: heads = MHA, 1 = MQA, between = GQA", at_least=1)
     head_dim: int = key(8, "elements of one head", at_least=2)
-    qk_norm: Literal["none", "head"] = key("none", "RMSNorm of queries and keys, over each head (Qwen3)")
+    qk_norm: Literal["none", "head", "all"] = key(
+        "none", "RMSNorm of queries and of keys, over each head (Qwen3) or over all together (OLMoE)"
+    )
     qkv_bias: bool = key(False, "add a bias to queries, keys and values (Qwen2)")
     out_bias: bool = key(False, "add a bias to the output of attention")
     mlp_bias: bool = key(False, "add biases to dense feed-forwards; experts have none")
@@ -73,12 +75,24 @@ class ModelConfig:
     window_from: int = key(0, "first layer with the window; those before it see everything", at_least=0)
     ffn: int = key(128, "hidden width of a dense feed-forward", at_least=1)
     dense_layers: int = key(1, "leading layers with a dense feed-forward instead of MoE", at_least=0)
+    moe_every: int = key(1, "of the other layers every n-th is MoE, those whose number from 1 it divides", at_least=1)
     experts: int = key(8, "routed experts of an MoE layer; 0 makes every layer dense", at_least=0)
     top_k: int = key(2, "experts that each token is routed to", at_least=1)
     expert_ffn: int = key(32, "hidden width of one expert", at_least=1)
     shared_experts: int = key(1, "experts that every token passes through", at_least=0)
-    normalize_weights: bool = key(True, "make the top-k routing weights of a token sum to 1")
+    router_score: Literal["softmax", "sigmoid"] = key("softmax", "of the router's logits over all experts")
+    normalize_weights: bool = key(
+        True, "make the top-k routing weights of a token sum to 1; with softmax scores that is top-k before softmax"
+    )
+    weight_scale: float = key(1.0, "routing weights are multiplied with this", at_least=0)
+    expert_groups: int = key(1, "groups of neighbouring experts, of which a token enters top_groups", at_least=1)
+    top_groups: int = key(1, "groups that a token may enter: those with the best scores", at_least=1)
+    group_best: int = key(1, "best experts whose scores add up to the score of a group", at_least=1)
     balance: float = key(0.01, "weight of the load-balance loss (Switch Transformer, eq. 4)", at_least=0)
+    balance_scope: Literal["batch", "sequence"] = key(
+        "batch", "the balance loss is one over the global microbatch, or the mean of one over each sample"
+    )
+    bias_rate: float = key(0.0, "step of the selection bias that balances without a loss; 0: no bias", at_least=0)
     z_loss: float = key(0.001, "weight of the router z-loss (ST-MoE, eq. 5)", at_least=0)
     tied: bool = key(False, "use the embedding as the head as well")
     rotary_dim: int = key(0, "leading elements of a head that RoPE turns; 0: all", at_least=0)
@@ -106,6 +120,25 @@ class ModelConfig:
         if 0 < self.experts < self.top_k:
             rule = f"must not exceed model.experts={self.experts}"
             yield Problem("model.top_k", self.top_k, rule, f"1 to {self.experts}")
+        elif self.experts:
+            yield from self._group_problems()
+
+    def _group_problems(self) -> Iterator[Problem]:
+        groups = self.expert_groups
+        if self.experts % groups:
+            rule = f"must divide model.experts={self.experts}"
+            yield Problem("model.expert_groups", groups, rule, divisors(self.experts))
+            return
+        inside = self.experts // groups
+        if self.top_groups > groups:
+            rule = f"must not exceed model.expert_groups={groups}"
+            yield Problem("model.top_groups", self.top_groups, rule, f"1 to {groups}")
+        elif self.top_k > self.top_groups * inside:
+            rule = f"exceeds the {self.top_groups * inside} experts of model.top_groups={self.top_groups} groups"
+            yield Problem("model.top_k", self.top_k, rule, f"1 to {self.top_groups * inside}")
+        if self.group_best > inside:
+            rule = f"exceeds the {inside} experts of a group (model.expert_groups={groups})"
+            yield Problem("model.group_best", self.group_best, rule, f"1 to {inside}")
 
     def _rope_problems(self) -> Iterator[Problem]:
         if self.rope_scaling == "none" and self.rope_factor != 1:

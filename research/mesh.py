@@ -119,11 +119,14 @@ class Mesh:
         return at
 
     def group(self, axis: str) -> Group:
-        """This rank's group along an axis, or of its `stage`, or of the whole `world`."""
+        """This rank's group along an axis, or of its `stage`, or of the whole `world`; `sample`: the ranks of a stage
+        that hold parts, or copies, of the same samples."""
         if axis == "world":
             return self._partition(axis, axis, lambda at: ())
         if axis == "stage":
             return self._partition(axis, axis, lambda at: at["pp"])
+        if axis == "sample":
+            return self._partition(axis, axis, lambda at: (at["pp"], at["dp"]))
         view = DENSE if axis in DENSE else EXPERT
         others = [a for a in view if a != axis]
         return self._partition(axis, axis, lambda at: tuple(at[a] for a in others))

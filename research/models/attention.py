@@ -7,7 +7,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from research.config import ModelConfig
-from research.models.layers import RMSNorm, residual_std
+from research.models.layers import HeadsNorm, RMSNorm, residual_std
 from research.models.params import Block
 from research.models.rope import Rotary, rotate, softmax_scale
 
@@ -38,15 +38,23 @@ class Attention(Block):
             self.param("bv", kv_heads=kv_heads, std=0.0)
         if c.out_bias:
             self.param("bo", dim=c.dim, std=0.0)
-        self.q_norm = RMSNorm(c.norm_eps, head_dim=c.head_dim) if c.qk_norm == "head" else nn.Identity()
-        self.k_norm = RMSNorm(c.norm_eps, head_dim=c.head_dim) if c.qk_norm == "head" else nn.Identity()
+        if c.qk_norm == "head":
+            self.q_norm = RMSNorm(c.norm_eps, head_dim=c.head_dim)
+            self.k_norm = RMSNorm(c.norm_eps, head_dim=c.head_dim)
+        elif c.qk_norm == "all":
+            self.q_norm = HeadsNorm(c.norm_eps, heads=heads)
+            self.k_norm = HeadsNorm(c.norm_eps, kv_heads=kv_heads)
 
     def forward(self, x: Tensor, positions: Tensor, r: Rotary) -> Tensor:
         projected = self.seams.column(x, self.wq, self.wk, self.wv)
         if self.c.qkv_bias:
             projected = [t + bias for t, bias in zip(projected, (self.bq, self.bk, self.bv), strict=True)]
-        q, k, v = (rearrange(t, "b s (n h) -> b s n h", h=self.c.head_dim) for t in projected)
-        q, k = rotate(self.q_norm(q), r), rotate(self.k_norm(k), r)
-        o = self.seams.attend(q, k, v, positions, scale=self.scale, window=self.window)
+        q, k, v = projected
+        if self.c.qk_norm == "all":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (rearrange(t, "b s (n h) -> b s n h", h=self.c.head_dim) for t in (q, k, v))
+        if self.c.qk_norm == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        o = self.seams.attend(rotate(q, r), rotate(k, r), v, positions, scale=self.scale, window=self.window)
         y = self.seams.row(rearrange(o, "b s n h -> b s (n h)"), self.wo)
         return y + self.bo if self.c.out_bias else y

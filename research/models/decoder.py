@@ -98,7 +98,7 @@ class Decoder(nn.Module):
 
 
 def is_moe(c: ModelConfig, layer: int) -> bool:
-    return c.experts > 0 and layer >= c.dense_layers
+    return c.experts > 0 and layer >= c.dense_layers and (layer + 1) % c.moe_every == 0
 
 
 def window_of(c: ModelConfig, layer: int) -> int:

@@ -12,14 +12,21 @@ class RMSNorm(Block):
 
     weight: nn.Parameter
 
-    def __init__(self, eps: float, **dim: int) -> None:
+    def __init__(self, eps: float, **dim: int | tuple[int, int]) -> None:
         """`dim`: the one that is normalised, by its logical name."""
         super().__init__()
         self.eps = eps
-        self.param("weight", std=None, keep_float32=False, **dim)
+        self.param("weight", std=None, keep_float32=False, trained=True, **dim)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class HeadsNorm(RMSNorm):
+    """RMSNorm over all heads together, of which a rank may hold some."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.seams.normalize(x, self.weight, self.eps)
 
 
 class FeedForward(Block):

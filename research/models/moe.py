@@ -3,6 +3,9 @@
 B batch, S local sequence, D model, E experts, K top-k, F expert width, T = B*S tokens, N = rows sent to experts
 """
 
+import math
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -11,15 +14,22 @@ from research.models.layers import FeedForward, residual_std
 from research.models.params import Block
 from research.models.recompute import Keep
 
+TINY = 1e-20  # sigmoids may all underflow: such a token has weights of 0, not of 0/0
+
 
 class MoE(Block):
     """x (B, S, D) -> (B, S, D) and this rank's part of the auxiliary losses.
 
     Both auxiliary losses are sums over local tokens divided by the token count of the whole global microbatch, so the
     parts of all ranks add up to the loss of one device.
+
+    `bias` (E,) is added to scores where experts are chosen, and never to weights: no gradient reaches it. The optimizer
+    step moves it (`move_biases` in train/optim.py) by `counted`, the choices (E,) in each global microbatch since the
+    last one.
     """
 
     router: nn.Parameter
+    bias: nn.Parameter
     w_gate: nn.Parameter
     w_up: nn.Parameter
     w_down: nn.Parameter
@@ -29,6 +39,9 @@ class MoE(Block):
         self.c = c
         E, D, width = c.experts, c.dim, c.expert_ffn
         self.param("router", router_out=E, dim=D, std=c.init_std, keep_float32=True)
+        if c.bias_rate:
+            self.param("bias", router_out=E, std=0.0, keep_float32=True, trained=False)
+        self.counted: list[Tensor] = []
         self.param("w_gate", expert=E, expert_ffn=width, dim=D, std=c.init_std)
         self.param("w_up", expert=E, expert_ffn=width, dim=D, std=c.init_std)
         self.param("w_down", expert=E, dim=D, expert_ffn=width, std=residual_std(c))
@@ -38,17 +51,34 @@ class MoE(Block):
         tokens = x.flatten(0, 1)
         # Scores are compared in the router's own precision: in bfloat16 close ones tie and pick other experts.
         logits = F.linear(tokens.to(self.router.dtype), self.router)
-        scores = logits.softmax(-1)
-        ids = keep(lambda: scores.detach().topk(self.c.top_k, -1).indices)
-        counts = keep(lambda: self.seams.count(ids, self.c.experts))
+        scores = logits.softmax(-1) if self.c.router_score == "softmax" else logits.sigmoid()
+        ids = keep(lambda: choose(scores.detach() + self.bias if self.c.bias_rate else scores.detach(), self.c))
+        counts = keep(lambda: self.count(ids))
         weights = scores.gather(-1, ids)
         if self.c.normalize_weights:
-            weights = weights / weights.sum(-1, keepdim=True)
+            weights = weights / (weights.sum(-1, keepdim=True) + TINY)
+        weights = weights * self.c.weight_scale
         y, shared = self.seams.experts(
             tokens, ids, weights, self.c.experts, self.routed, lambda: self.shared(x) if self.shared else None
         )
         y = y.view_as(x)
-        return y if shared is None else y + shared, self.auxiliary(logits, scores, counts)
+        aux = self.auxiliary(logits, scores, counts, keep(lambda: self.share(ids.unflatten(0, x.shape[:2]), counts)))
+        return y if shared is None else y + shared, aux
+
+    def count(self, ids: Tensor) -> Tensor:
+        """ids (T, K) -> choices in the global microbatch (E,), remembered for the optimizer step but in evaluations."""
+        counts = self.seams.count(ids, self.c.experts)
+        if torch.is_grad_enabled():
+            self.counted.append(counts)
+        return counts
+
+    def share(self, ids: Tensor, counts: Tensor) -> Tensor:
+        """ids (B, S, K) -> each expert's share f of the choices that the balance loss is about: (1, E) of the global
+        microbatch, or (B, E) of each sample."""
+        if self.c.balance_scope == "sequence":
+            counts = self.seams.count_each(ids, self.c.experts)
+        counts = counts.to(self.router.dtype).view(-1, self.c.experts)  # integers would divide in float32
+        return counts / counts.sum(-1, keepdim=True)
 
     def routed(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows (N, D) sorted by expert, counts (E,) -> (N, D)"""
@@ -56,11 +86,23 @@ class MoE(Block):
         hidden = F.silu(product(rows, self.w_gate, counts)) * product(rows, self.w_up, counts)
         return product(hidden, self.w_down, counts)
 
-    def auxiliary(self, logits: Tensor, scores: Tensor, counts: Tensor) -> Tensor:
-        """Balance E * sum_e f_e P_e (Switch Transformer, eq. 4-6) and z-loss mean(logsumexp^2) (ST-MoE, eq. 5)."""
-        counts = counts.to(scores.dtype)  # integers would divide in float32, in a float64 run too
-        chosen = counts.sum()
-        tokens = chosen / self.c.top_k  # of the global microbatch: each was sent to top_k experts
-        balance = self.c.experts * (counts / chosen * scores.sum(0)).sum() / tokens
+    def auxiliary(self, logits: Tensor, scores: Tensor, counts: Tensor, share: Tensor) -> Tensor:
+        """Balance E * sum_e f_e P_e over the batch (Switch Transformer, eq. 4-6) or the mean of those over each sample
+        (DeepSeek-V3, eq. 17-20: P of scores that sum to 1; f is here of the choices as they were made, with bias and
+        groups), and z-loss mean(logsumexp^2) (ST-MoE, eq. 5)."""
+        tokens = counts.to(scores.dtype).sum() / self.c.top_k  # of the global microbatch: each chose top_k experts
+        if self.c.router_score == "sigmoid":
+            scores = scores / (scores.sum(-1, keepdim=True) + TINY)
+        balance = self.c.experts * (share * scores.unflatten(0, (len(share), -1)).sum(1)).sum() / tokens
         z = logits.logsumexp(-1).square().sum() / tokens
         return self.c.balance * balance + self.c.z_loss * z
+
+
+def choose(scores: Tensor, c: ModelConfig) -> Tensor:
+    """scores (T, E) -> the chosen experts (T, K), in the best groups only (DeepSeek-V2, section 2.2.2)."""
+    if c.expert_groups > 1:
+        grouped = scores.unflatten(-1, (c.expert_groups, -1))
+        best = grouped.topk(c.group_best, -1).values.sum(-1).topk(c.top_groups, -1).indices
+        closed = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, False)
+        scores = grouped.masked_fill(closed[..., None], -math.inf).flatten(-2)
+    return scores.topk(c.top_k, -1).indices

@@ -18,6 +18,7 @@ class Spec:
     unit: tuple[int, ...]
     std: float | None  # of normal initial values; None starts as ones
     keep_float32: bool  # stays float32 in a bfloat16 run
+    trained: bool  # by gradients; what else changes it says so itself
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -43,10 +44,16 @@ class Block(nn.Module):
         self.specs: dict[str, Spec] = {}
 
     def param(
-        self, name: str, *, std: float | None = None, keep_float32: bool = False, **dims: int | tuple[int, int]
+        self,
+        name: str,
+        *,
+        std: float | None = None,
+        keep_float32: bool = False,
+        trained: bool = True,
+        **dims: int | tuple[int, int],
     ) -> None:
         """Declare `self.<name>` by its logical dims: `dim=D` has D units of one element, `heads=(H, h)` H of h."""
         sizes = [d if isinstance(d, tuple) else (d, 1) for d in dims.values()]
         units, unit = zip(*sizes, strict=True)
-        self.specs[name] = Spec(tuple(dims), units, unit, std, keep_float32)
-        setattr(self, name, nn.Parameter(torch.empty(self.specs[name].shape)))
+        self.specs[name] = Spec(tuple(dims), units, unit, std, keep_float32, trained)
+        setattr(self, name, nn.Parameter(torch.empty(self.specs[name].shape), requires_grad=trained))

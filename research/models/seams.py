@@ -73,6 +73,18 @@ def count(ids: Tensor, n_experts: int) -> Tensor:
     )
 
 
+def count_each(ids: Tensor, n_experts: int) -> Tensor:
+    """ids (B, S, K) -> how often each expert was chosen in each sample (B, E). As a seam: by all of its tokens."""
+    flat = ids.flatten(1)
+    zeros = torch.zeros(len(ids), n_experts, dtype=torch.int64, device=ids.device)
+    return zeros.scatter_add_(1, flat, torch.ones_like(flat))
+
+
+def normalize(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm of x (B, S, H*h) with weight (H*h,), over all heads. As a seam: over those of other ranks, too."""
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
 @dataclass(frozen=True)
 class Seams:
     """What a model calls. `products` are the matrix products of column, row and the experts."""
@@ -85,6 +97,8 @@ class Seams:
     experts: Callable[..., tuple[Tensor, Tensor | None]] = experts
     cross_entropy: Callable[[Tensor, Tensor, Tensor], Tensor] = cross_entropy
     count: Callable[[Tensor, int], Tensor] = count
+    count_each: Callable[[Tensor, int], Tensor] = count_each
+    normalize: Callable[[Tensor, Tensor, float], Tensor] = normalize
 
 
 def attend_flash(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, *, scale: float, window: int = 0) -> Tensor:

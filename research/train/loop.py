@@ -18,7 +18,7 @@ from research.mesh import Mesh
 from research.models.batch import Batch
 from research.parallel.axis import cut_batch
 from research.train.executor import Denominators, execute, forward_only, one_stage
-from research.train.optim import learning_rate
+from research.train.optim import learning_rate, move_biases
 from research.train.storage import Storage
 
 MOST_SKIPPED = 100  # non-finite steps in a row
@@ -91,6 +91,7 @@ class Trainer:
             numbers = torch.cat([sums.totals, norm[None]])
             good = numbers.isfinite().all() & (sums.counted > 0)
             self.storage.step(learning_rate(self.config.train, index), norm, good)
+            move_biases(self.built.model, good)
         return numbers
 
     def read(self, index: int, sums: Sums, numbers: Tensor) -> tuple[list[float], bool]:

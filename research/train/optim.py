@@ -1,12 +1,13 @@
-"""AdamW and the learning rate of each step as closed formulas."""
+"""AdamW, the biases that balance experts, and the learning rate of each step as closed formulas."""
 
 import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from research.config import TrainConfig
+from research.models.moe import MoE
 
 
 def adamw(config: TrainConfig, parameters: Sequence[tuple[Tensor, bool]]) -> torch.optim.AdamW:
@@ -17,6 +18,19 @@ def adamw(config: TrainConfig, parameters: Sequence[tuple[Tensor, bool]]) -> tor
     ]
     betas = (config.beta1, config.beta2)
     return torch.optim.AdamW([g for g in groups if g["params"]], config.lr, betas, config.adam_eps, fused=True)
+
+
+@torch.no_grad()
+def move_biases(model: nn.Module, good: Tensor) -> None:
+    """An expert that was chosen less than the mean in this step becomes easier to choose, and the other way round, by
+    `bias_rate` (Wang et al. 2024, algorithm 1), where the step is `good`. Counts are global: all ranks do the same."""
+    for layer in model.modules():
+        if isinstance(layer, MoE):
+            if layer.c.bias_rate and layer.counted:
+                counts = torch.stack(layer.counted).sum(0)
+                missing = counts.sum() - counts * len(counts)  # E times (mean - count): an integer, so that 0 is 0
+                layer.bias.add_(missing.sign() * good, alpha=layer.c.bias_rate)
+            layer.counted.clear()
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

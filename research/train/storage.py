@@ -52,7 +52,7 @@ class Storage:
 
     def _fill_buckets(self) -> None:
         """In reverse order of definition, as backward meets them. The order is the same on every rank."""
-        parameters = dict(self.built.model.named_parameters())
+        parameters = {n: p for n, p in self.built.model.named_parameters() if p.requires_grad}
         limit = self.config.bucket_mib * 2**20
         plans: dict[tuple[int, ...], list[list[str]]] = {}
         sizes: dict[tuple[int, ...], float] = {}
@@ -121,8 +121,13 @@ class Storage:
         return ((n, self.built.layouts[n].box(self.built.mesh.at), h.grad) for n, h in self.held.items())
 
     def weights(self) -> Iterator[tuple[str, Box, Tensor]]:
-        """Full name, box and local master weight of each parameter."""
-        return ((n, self.built.layouts[n].box(self.built.mesh.at), h.master) for n, h in self.held.items())
+        """Full name, box and local master weight of each parameter, those without a gradient last."""
+        masters = {n: h.master for n, h in self.held.items()} | self._untrained()
+        return ((n, self.built.layouts[n].box(self.built.mesh.at), master) for n, master in masters.items())
+
+    def _untrained(self) -> dict[str, Tensor]:
+        """Parameters that have no gradient: used as they are, never cast."""
+        return {n: p.detach() for n, p in self.built.model.named_parameters() if not p.requires_grad}
 
     def norm(self) -> Tensor:
         """Global gradient norm: each box counts on the first rank that holds it."""
@@ -155,7 +160,7 @@ class Storage:
         """All of this rank's training state, by category of the memory meter."""
         moments = (t for state in self.optimizer.state.values() for t in state.values())
         return {
-            "parameters": [h.used for h in self.held.values()],
+            "parameters": [*(h.used for h in self.held.values()), *self._untrained().values()],
             "master": [h.master for h in self.held.values() if h.used.data_ptr() != h.master.data_ptr()],
             "gradients": [b.flat for b in self.buckets],
             "optimizer": [t for t in moments if isinstance(t, Tensor)],

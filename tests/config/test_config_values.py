@@ -123,6 +123,16 @@ def test_large_and_whole_numbers_are_floats_where_floats_belong(written: str, va
             ["model.rope_scaling=ntk", "model.rotary_dim=2"],
             "model.rope_scaling=ntk changes nothing where RoPE turns a single pair; legal: another scaling",
         ),
+        (["model.expert_groups=3"], "model.expert_groups=3 must divide model.experts=8; legal: 1, 2, 4, 8"),
+        (["model.top_groups=2"], "model.top_groups=2 must not exceed model.expert_groups=1; legal: 1 to 1"),
+        (
+            ["model.expert_groups=8", "model.top_groups=1"],
+            "model.top_k=2 exceeds the 1 experts of model.top_groups=1 groups; legal: 1 to 1",
+        ),
+        (
+            ["model.expert_groups=4", "model.group_best=3"],
+            "model.group_best=3 exceeds the 2 experts of a group (model.expert_groups=4); legal: 1 to 2",
+        ),
         (["model.top_k=9"], "model.top_k=9 must not exceed model.experts=8; legal: 1 to 8"),
         (["train.microbatches=17"], "train.microbatches=17 must not exceed train.global_batch=16; legal: 1 to 16"),
         (["model.vocab=245"], "model.vocab=245 must hold the 246 ids of data.tokenizer=bytes; legal: at least 246"),

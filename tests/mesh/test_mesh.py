@@ -50,6 +50,7 @@ def test_stage_and_world():
     with fake_process_group(16, 9):
         mesh = Mesh(sizes, 9, fake=True)
         assert mesh.group("stage").ranks == tuple(range(8, 16))
+        assert mesh.group("sample").ranks == (8, 9, 10, 11)
         assert mesh.group("world").ranks == tuple(range(16))
 
 
@@ -94,8 +95,8 @@ def test_a_large_world_costs_little():
     start = time.monotonic()
     with fake_process_group(16384, 5000):
         mesh = Mesh({"pp": 16, "dp": 16, "cp": 8, "tp": 8, "ep": 64}, 5000, fake=True)
-        sizes = [mesh.group(a).size for a in (*DENSE, "ep", "edp", "stage", "world")]
-    assert sizes == [16, 16, 8, 8, 64, 16, 1024, 16384]
+        sizes = [mesh.group(a).size for a in (*DENSE, "ep", "edp", "stage", "sample", "world")]
+    assert sizes == [16, 16, 8, 8, 64, 16, 1024, 64, 16384]
     assert time.monotonic() - start < 20
 
 

@@ -27,6 +27,16 @@ def batch_of(config: RunConfig) -> Batch:
     return Batch(ids[:, :-1], targets, torch.arange(16).expand(4, 16))
 
 
+def biased(config: RunConfig) -> Trainer:
+    """Selection biases start as zeros, which would hide their part; here they change most choices."""
+    trainer = Trainer(config, Mesh({}), torch.device("cpu"))
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in trainer.built.model.named_parameters():
+        if name.endswith("ffn.bias"):
+            parameter.data.normal_(std=0.02, generator=generator)
+    return trainer
+
+
 def rms(x, w, eps):
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * w
 
@@ -42,6 +52,15 @@ def turn(x, base):
 def swiglu(x, gate, up, down):
     a = x @ gate.T
     return (a / (1 + torch.exp(-a)) * (x @ up.T)) @ down.T
+
+
+def best_experts(scores, c):
+    """The chosen experts, the best first: those of the best groups."""
+    size = c.experts // c.expert_groups
+    worth = [sum(sorted(scores[g * size : g * size + size])[-c.group_best :]) for g in range(c.expert_groups)]
+    open_groups = sorted(range(c.expert_groups), key=lambda g: -worth[g])[: c.top_groups]
+    inside = [e for e in range(c.experts) if e // size in open_groups]
+    return sorted(inside, key=lambda e: -scores[e])[: c.top_k]
 
 
 def loss_by_hand(p, c, batch):
@@ -69,21 +88,30 @@ def loss_by_hand(p, c, batch):
             continue
         tokens = torch.cat(hs)
         logits = tokens @ w["ffn.router"].T
-        score = logits.softmax(-1)
-        chosen = [0] * c.experts
+        score = 1 / (1 + torch.exp(-logits)) if c.router_score == "sigmoid" else logits.softmax(-1)
+        bias = w.get("ffn.bias", torch.zeros(c.experts))
+        chosen = torch.zeros(len(xs), c.experts, dtype=torch.float64)
         rows = []
-        for t, s in zip(tokens, score, strict=True):
-            best = sorted(range(c.experts), key=lambda e: -s[e].item())[: c.top_k]
-            scale = sum(s[e] for e in best) if c.normalize_weights else 1.0
+        for i, (t, s, logit) in enumerate(zip(tokens, score, logits, strict=True)):
+            best = best_experts((s + bias).tolist(), c)
+            weight = s[best]
+            if c.normalize_weights:  # of softmax scores: top-k before softmax
+                weight = logit[best].softmax(-1) if c.router_score == "softmax" else weight / weight.sum()
             y = 0
-            for e in best:
-                chosen[e] += 1
-                y = y + s[e] / scale * swiglu(t[None], w["ffn.w_gate"][e], w["ffn.w_up"][e], w["ffn.w_down"][e])[0]
+            for e, part in zip(best, weight * c.weight_scale, strict=True):
+                chosen[i // len(xs[0]), e] += 1
+                y = y + part * swiglu(t[None], w["ffn.w_gate"][e], w["ffn.w_up"][e], w["ffn.w_down"][e])[0]
             if c.shared_experts:
                 y = y + swiglu(t[None], *(w[f"ffn.shared.{n}"] for n in ("w_gate", "w_up", "w_down")))[0]
             rows.append(y)
-        share = torch.tensor(chosen, dtype=torch.float64) / sum(chosen)
-        aux = aux + c.balance * c.experts * (share * score.mean(0)).sum()
+        if c.router_score == "sigmoid":
+            score = score / score.sum(-1, keepdim=True)
+        if c.balance_scope == "batch":
+            chosen, score = chosen.sum(0, keepdim=True), [score]
+        else:
+            score = score.chunk(len(xs))
+        balance = [c.experts * (n / n.sum() * p.mean(0)).sum() for n, p in zip(chosen, score, strict=True)]
+        aux = aux + c.balance * sum(balance) / len(balance)
         aux = aux + c.z_loss * (torch.log(torch.exp(logits).sum(-1)) ** 2).mean()
         xs = [x + y for x, y in zip(after, torch.stack(rows).split([len(x) for x in after]), strict=True)]
     head = p["embedding.weight"] if c.tied else p["head.weight"]
@@ -103,13 +131,23 @@ def loss_by_hand(p, c, batch):
         {"model.kv_heads": 1, "model.shared_experts": 0, "model.top_k": 1, "model.normalize_weights": False},
         {"model.shared_experts": 2, "model.top_k": 3, "model.normalize_weights": False, "model.dense_layers": 0},
         {"model.experts": 0},
+        {"model.router_score": "sigmoid", "model.weight_scale": 2.5, "model.bias_rate": 0.1},
+        {"model.router_score": "sigmoid", "model.normalize_weights": False, "model.balance_scope": "sequence"},
+        {"model.balance_scope": "sequence", "model.bias_rate": 0.1, "model.moe_every": 3},
+        {"model.expert_groups": 4, "model.top_groups": 2, "model.group_best": 2, "model.top_k": 3},
+        {
+            "model.router_score": "sigmoid",
+            "model.expert_groups": 2,
+            "model.group_best": 3,
+            "model.bias_rate": 0.1,
+            "train.recompute": "full",
+        },
     ],
 )
 @pytest.mark.parametrize("cuts", [(0, 4), (0, 2, 3, 4)], ids=["whole", "unequal microbatches"])
 def test_loss_and_every_gradient(changes, cuts):
     config = replace(SMALL, changes)
-    trainer = Trainer(config, Mesh({}), torch.device("cpu"))
-    parameters = {n: p.detach().clone().requires_grad_() for n, p in trainer.built.model.named_parameters()}
+    parameters = {n: p.detach().clone().requires_grad_() for n, p in biased(config).built.model.named_parameters()}
     batch = batch_of(config)
     parts = [batch.map(lambda t, a=a, b=b: t[a:b]) for a, b in pairwise(cuts)]
     losses, auxes = zip(*(loss_by_hand(parameters, config.model, part) for part in parts), strict=True)
@@ -117,7 +155,7 @@ def test_loss_and_every_gradient(changes, cuts):
     aux = sum(a * part.tokens.numel() / batch.tokens.numel() for a, part in zip(auxes, parts, strict=True))
     (loss + aux).backward()
     config = replace(config, {"train.microbatches": len(parts)})
-    trainer = Trainer(config, Mesh({}), torch.device("cpu"))
+    trainer = biased(config)
     got = trainer.backward(parts)
     torch.testing.assert_close(got.totals[0], loss.detach(), rtol=1e-12, atol=0)
     torch.testing.assert_close(got.totals[1], torch.as_tensor(aux, dtype=torch.float64).detach(), rtol=1e-12, atol=0)

@@ -29,6 +29,9 @@ GRID = [
     "dp.degree=2 model.qk_norm=head model.window=7 model.window_from=2 model.rotary_dim=4",
     "dp.degree=2 model.qkv_bias=true model.out_bias=true model.mlp_bias=true",
     "dp.degree=2 model.rope_scaling=yarn model.rope_factor=4 model.rope_context=32 model.rope_mscale_all=0.7",
+    "dp.degree=2 model.qk_norm=all model.moe_every=2 model.weight_scale=1.5 model.balance_scope=sequence",
+    "dp.degree=3 model.router_score=sigmoid model.balance_scope=sequence model.bias_rate=0.05",
+    "dp.degree=2 model.expert_groups=4 model.top_groups=2 model.group_best=2 model.bias_rate=0.05 train.recompute=full",
     "dp.degree=1 train.recompute=full train.bucket_mib=0.01",
 ]
 
@@ -66,7 +69,7 @@ def test_planted_mean_of_means(prove, monkeypatch):
 
 def test_planted_local_expert_counts(prove, monkeypatch):
     """The balance loss of each rank's own tokens: the loss stays right, the routers do not."""
-    monkeypatch.setattr(build, "stage_count", lambda stage: lambda ids, n: build.seams.count(ids, n) * 2)
+    monkeypatch.setattr(build, "summed", lambda counting, group: lambda ids, n: counting(ids, n) * 2)
     findings = prove("dp.degree=2")
     assert fails(findings, "gradient")
     assert next(f for f in findings if f.what == "loss" and f.name == "step 0").passed
