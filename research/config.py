@@ -63,8 +63,12 @@ class ModelConfig:
     dim: int = key(64, "width of the residual stream", at_least=1)
     layers: int = key(4, "decoder layers", at_least=1)
     heads: int = key(8, "query heads", at_least=1)
-    kv_heads: int = key(2, "key and value heads: heads = MHA, 1 = MQA, between = GQA", at_least=1)
-    head_dim: int = key(8, "elements of one head", at_least=2)
+    attention: Literal["gqa", "mla"] = key("gqa", "keys and values of kv_heads, or from one latent (DeepSeek-V2)")
+    kv_heads: int = key(2, "key and value heads: heads = MHA, 1 = MQA, between = GQA; not for mla", at_least=1)
+    head_dim: int = key(8, "elements of one head; of queries and keys, for mla", at_least=2)
+    value_dim: int = key(8, "elements of one head of values (mla)", at_least=1)
+    kv_latent: int = key(32, "elements that keys and values are made from (mla)", at_least=1)
+    q_latent: int = key(0, "elements that queries are made from (mla); 0: from the residual stream itself", at_least=0)
     qk_norm: Literal["none", "head", "all"] = key(
         "none", "RMSNorm of queries and of keys, over each head (Qwen3) or over all together (OLMoE)"
     )
@@ -117,6 +121,8 @@ class ModelConfig:
             rule = f"must be even and not exceed model.head_dim={self.head_dim}"
             yield Problem("model.rotary_dim", self.rotary_dim, rule, f"0, 2, .. {self.head_dim // 2 * 2}")
         yield from self._rope_problems()
+        if self.attention == "mla":
+            yield from self._mla_problems()
         if 0 < self.experts < self.top_k:
             rule = f"must not exceed model.experts={self.experts}"
             yield Problem("model.top_k", self.top_k, rule, f"1 to {self.experts}")
@@ -140,6 +146,14 @@ class ModelConfig:
             rule = f"exceeds the {inside} experts of a group (model.expert_groups={groups})"
             yield Problem("model.group_best", self.group_best, rule, f"1 to {inside}")
 
+    def _mla_problems(self) -> Iterator[Problem]:
+        if not 0 < self.rotary_dim < self.head_dim:
+            rule = f"must part turned elements from others in model.head_dim={self.head_dim} (model.attention=mla)"
+            yield Problem("model.rotary_dim", self.rotary_dim, rule, f"2, 4, .. {(self.head_dim - 1) // 2 * 2}")
+        for name, off in (("qk_norm", "none"), ("qkv_bias", False), ("out_bias", False)):
+            if (value := getattr(self, name)) != off:
+                yield Problem(f"model.{name}", value, "is no part of model.attention=mla", _text(off))
+
     def _rope_problems(self) -> Iterator[Problem]:
         if self.rope_scaling == "none" and self.rope_factor != 1:
             yield Problem("model.rope_factor", self.rope_factor, "scales nothing with model.rope_scaling=none", "1")
@@ -158,6 +172,11 @@ class ModelConfig:
     def rotary_width(self) -> int:
         """Elements of a head that RoPE turns."""
         return self.rotary_dim or self.head_dim
+
+    @property
+    def value_width(self) -> int:
+        """Elements of one head of values."""
+        return self.value_dim if self.attention == "mla" else self.head_dim
 
 
 @dataclass(frozen=True)

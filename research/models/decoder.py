@@ -12,6 +12,7 @@ from research.config import ModelConfig
 from research.models.attention import Attention
 from research.models.batch import Batch
 from research.models.layers import FeedForward, RMSNorm
+from research.models.mla import LatentAttention
 from research.models.moe import MoE
 from research.models.params import Block, Spec
 from research.models.recompute import Keep, decide, recomputed
@@ -30,7 +31,7 @@ class Layer(nn.Module):
 
     def __init__(self, c: ModelConfig, index: int) -> None:
         super().__init__()
-        self.attention_norm, self.attention = RMSNorm(c.norm_eps, dim=c.dim), Attention(c, window_of(c, index))
+        self.attention_norm, self.attention = RMSNorm(c.norm_eps, dim=c.dim), attention_of(c, index)
         self.ffn_norm = RMSNorm(c.norm_eps, dim=c.dim)
         self.ffn = MoE(c) if is_moe(c, index) else FeedForward(c, c.ffn, c.mlp_bias)
 
@@ -99,6 +100,11 @@ class Decoder(nn.Module):
 
 def is_moe(c: ModelConfig, layer: int) -> bool:
     return c.experts > 0 and layer >= c.dense_layers and (layer + 1) % c.moe_every == 0
+
+
+def attention_of(c: ModelConfig, layer: int) -> Attention | LatentAttention:
+    kind = LatentAttention if c.attention == "mla" else Attention
+    return kind(c, window_of(c, layer))
 
 
 def window_of(c: ModelConfig, layer: int) -> int:

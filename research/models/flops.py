@@ -1,6 +1,6 @@
 """Floating-point operations of the model: a closed formula, and a counter that must agree with it.
 
-L layers, H heads, h head dim, S tokens of a sample
+L layers, H heads, h head dim, v of values, S tokens of a sample
 """
 
 import math
@@ -16,9 +16,9 @@ from research.models.params import Spec
 
 
 def flops_per_token(c: ModelConfig, declared: Mapping[str, Spec], sequence: int, causal: bool) -> int:
-    """Forward and backward of one token: 6 for each matrix element that it is multiplied with, and 12 L H h S for
-    attention over the whole sample (Chowdhery et al. 2022, appendix B), or half of that where `causal`; there a layer
-    with a window w counts w - w^2 / 2S seen tokens in place of S / 2.
+    """Forward and backward of one token: 6 for each matrix element that it is multiplied with, and
+    6 L H (h + v) S for attention over the whole sample (Chowdhery et al. 2022, appendix B), or half of that where
+    `causal`; there a layer with a window w counts w - w^2 / 2S seen tokens in place of S / 2.
 
     The input embedding is looked up, not multiplied; a tied one counts as the head. Of the routed experts the chosen
     ones count. Recompute does not count: the work is the model's, whatever the run does for it.
@@ -31,7 +31,7 @@ def flops_per_token(c: ModelConfig, declared: Mapping[str, Spec], sequence: int,
     for layer in range(c.layers):
         window = min(window_of(c, layer) or sequence, sequence)
         seen = Fraction(2 * window * sequence - window**2, 2 * sequence) if causal else sequence
-        attention += int(12 * c.heads * c.head_dim * seen)
+        attention += int(6 * c.heads * (c.head_dim + c.value_width) * seen)
     return 6 * matrices + attention
 
 

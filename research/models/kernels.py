@@ -51,17 +51,19 @@ class Products:
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = 0) -> Tensor:
-    """As `causal_attention`, by the flash-attn package: CUDA, bfloat16."""
+    """As `causal_attention`, by the flash-attn package: CUDA, bfloat16. It wants v as wide as q: zeros do that."""
     from flash_attn import flash_attn_func  # an extra that exists with CUDA only
 
     left_and_right = (window - 1, 0) if window else (-1, -1)
+    width = v.shape[-1]
+    v = F.pad(v, (0, q.shape[-1] - width))
     o: Tensor = flash_attn_func(q, k, v, softmax_scale=scale, causal=True, window_size=left_and_right)
-    return o
+    return o[..., :width]
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = 0) -> Tensor:
-    """(B, S, H, h), twice (B, S, G, h) -> (B, S, H, h); query head i reads kv head i * G // H. With a window a token
-    sees that many tokens, itself included."""
+    """q (B, S, H, h), k (B, S, G, h), v (B, S, G, v) -> (B, S, H, v); query head i reads kv head i * G // H. With a
+    window a token sees that many tokens, itself included."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     seen = None
     if 0 < window < q.shape[2]:

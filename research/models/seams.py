@@ -3,7 +3,8 @@
 An axis supplies its own version of a seam (`claim`) or wraps whoever owns it (`wrap`); a model only ever calls the
 attribute. A seam holds the communication *and* the product beside it, so that the two can overlap.
 
-B batch, S local sequence, D model, H heads, G kv heads, h head dim, V vocabulary, E experts, K top-k, T = B*S tokens
+B batch, S local sequence, D model, H heads, G kv heads, h head dim, v of values, V vocabulary, E experts, K top-k,
+T = B*S tokens
 """
 
 import dataclasses
@@ -28,8 +29,9 @@ def lookup(weight: Tensor, tokens: Tensor) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, *, scale: float, window: int = 0) -> Tensor:
-    """(B, S, H, h), twice (B, S, G, h), (B, S) -> (B, S, H, h); a token sees those up to its own, the last `window`
-    where that is not 0. One device holds whole samples in order, so that positions decide nothing here."""
+    """(B, S, H, h), (B, S, G, h), (B, S, G, v), (B, S) -> (B, S, H, v); a token sees those up to its own, or the last
+    `window` of them where that is not 0. One device holds whole samples in order: positions decide nothing
+    here."""
     return causal_attention(q, k, v, scale, window)
 
 

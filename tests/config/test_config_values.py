@@ -123,6 +123,19 @@ def test_large_and_whole_numbers_are_floats_where_floats_belong(written: str, va
             ["model.rope_scaling=ntk", "model.rotary_dim=2"],
             "model.rope_scaling=ntk changes nothing where RoPE turns a single pair; legal: another scaling",
         ),
+        (
+            ["model.attention=mla"],
+            "model.rotary_dim=0 must part turned elements from others in model.head_dim=8 (model.attention=mla); "
+            "legal: 2, 4, .. 6",
+        ),
+        (
+            ["model.attention=mla", "model.rotary_dim=2", "model.qk_norm=all"],
+            "model.qk_norm=all is no part of model.attention=mla; legal: none",
+        ),
+        (
+            ["model.attention=mla", "model.rotary_dim=2", "model.out_bias=true"],
+            "model.out_bias=true is no part of model.attention=mla; legal: false",
+        ),
         (["model.expert_groups=3"], "model.expert_groups=3 must divide model.experts=8; legal: 1, 2, 4, 8"),
         (["model.top_groups=2"], "model.top_groups=2 must not exceed model.expert_groups=1; legal: 1 to 1"),
         (

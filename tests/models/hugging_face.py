@@ -24,6 +24,8 @@ TOLERANCE = 1e-9
 BATCH, LENGTH, VOCAB = 3, 24, 50
 FLOAT32 = torch.float32  # whatever `widened` makes of the name
 
+PLAIN, TURNED, VALUE = 6, 4, 12  # of a head in latent attention
+
 # theirs -> ours; the tensors are the same but for those of `_converted`
 NAMES = [
     (r"^model\.embed_tokens\.", "embedding."),
@@ -32,10 +34,15 @@ NAMES = [
     (r"^model\.", ""),
     (r"\.input_layernorm\.", ".attention_norm."),
     (r"\.post_attention_layernorm\.", ".ffn_norm."),
+    (r"\.self_attn\.(q|kv)_a_proj(_with_mqa)?\.weight", r".attention.w\1_down"),
+    (r"\.self_attn\.(q|kv)_b_proj\.weight", r".attention.w\1_up"),
+    (r"\.self_attn\.(q|kv)_a_layernorm\.", r".attention.\1_norm."),
     (r"\.self_attn\.(\w)_proj\.weight", r".attention.w\1"),
     (r"\.self_attn\.(\w)_proj\.bias", r".attention.b\1"),
     (r"\.self_attn\.", ".attention."),
     (r"\.mlp\.gate\.weight", ".ffn.router"),
+    (r"\.mlp\.gate\.e_score_correction_bias", ".ffn.bias"),
+    (r"\.mlp\.shared_experts\.", ".ffn.shared."),
     (r"\.mlp\.experts\.down_proj", ".ffn.w_down"),
     (r"\.mlp\.experts\.", ".ffn."),
     (r"\.mlp\.", ".ffn."),
@@ -74,25 +81,36 @@ def batch() -> Batch:
 
 def renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Weights or gradients of theirs by our names, in our form."""
-    ours = {}
+    latent = any("kv_a_proj" in name for name in tensors)
+    ours: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         for pattern, new in NAMES:
             name = re.sub(pattern, new, name)
-        ours |= dict(_converted(name, tensor))
-    return ours
+        ours |= _parted(name, tensor)
+    return {name: _reordered(name, t) if latent else t for name, t in ours.items()}
 
 
-def _converted(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _parted(name: str, tensor: Tensor) -> dict[str, Tensor]:
     """Matrices that they keep in one, apart."""
     part, _, last = name.removesuffix(".weight").rpartition(".")
     if last == "qkv_proj":  # of Phi-3, with twice as many query heads as kv heads
         quarter = len(tensor) // 4
         parts = tensor.split([2 * quarter, quarter, quarter])
-        yield from zip((f"{part}.wq", f"{part}.wk", f"{part}.wv"), parts, strict=True)
-    elif last == "gate_up_proj":
-        yield from zip((f"{part}.w_gate", f"{part}.w_up"), tensor.chunk(2, -2), strict=True)
-    else:
-        yield name, tensor
+        return dict(zip((f"{part}.wq", f"{part}.wk", f"{part}.wv"), parts, strict=True))
+    if last == "gate_up_proj":
+        return dict(zip((f"{part}.w_gate", f"{part}.w_up"), tensor.chunk(2, -2), strict=True))
+    return {name: tensor}
+
+
+def _reordered(name: str, tensor: Tensor) -> Tensor:
+    """Rows of latent attention. They turn the last elements of a head, neighbours as pairs."""
+    if name.endswith(("wq", "wq_up")):
+        plain, turned = tensor.unflatten(0, (-1, PLAIN + TURNED)).split([PLAIN, TURNED], 1)
+        return torch.cat([turned[:, 0::2], turned[:, 1::2], plain], 1).flatten(0, 1)
+    if name.endswith("wkv_down"):
+        latent, turned = tensor.split([len(tensor) - TURNED, TURNED])
+        return torch.cat([latent, turned[0::2], turned[1::2]])
+    return tensor
 
 
 def theirs(kind: type[nn.Module], config: object) -> tuple[dict[str, Tensor], Result]:
@@ -102,10 +120,11 @@ def theirs(kind: type[nn.Module], config: object) -> tuple[dict[str, Tensor], Re
         model = kind(config).double()
         for parameter in model.parameters():  # theirs start norms as ones and biases as zeros, which hides errors
             nn.init.normal_(parameter, float(parameter.dim() == 1), 0.3)
+        biases = [(n, nn.init.normal_(b)) for n, b in model.named_buffers() if n.endswith("score_correction_bias")]
         tokens = batch().tokens
         out = model(input_ids=tokens, labels=tokens)
         out.loss.backward()
-    weights = {n: p.detach() for n, p in model.named_parameters()}
+    weights = {n: p.detach() for n, p in [*model.named_parameters(), *biases]}
     gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
     return renamed(weights), Result(out.loss.detach(), out.logits.detach(), renamed(gradients))
 
@@ -132,7 +151,7 @@ def ours(weights: Mapping[str, Tensor], changes: Mapping[str, object]) -> Result
     out = model(given)
     loss = out.loss / (given.targets >= 0).sum() + out.aux
     loss.backward()
-    return Result(loss.detach(), logits[0], {n: p.grad for n, p in model.named_parameters()})
+    return Result(loss.detach(), logits[0], {n: p.grad for n, p in model.named_parameters() if p.requires_grad})
 
 
 def worst(kind: type[nn.Module], config: object, changes: Mapping[str, object]) -> float:

@@ -32,6 +32,8 @@ GRID = [
     "dp.degree=2 model.qk_norm=all model.moe_every=2 model.weight_scale=1.5 model.balance_scope=sequence",
     "dp.degree=3 model.router_score=sigmoid model.balance_scope=sequence model.bias_rate=0.05",
     "dp.degree=2 model.expert_groups=4 model.top_groups=2 model.group_best=2 model.bias_rate=0.05 train.recompute=full",
+    "dp.degree=2 model.attention=mla model.rotary_dim=4 model.value_dim=12 model.q_latent=24 train.recompute=full",
+    "dp.degree=2 model.attention=mla model.rotary_dim=2 model.window=9",
     "dp.degree=1 train.recompute=full train.bucket_mib=0.01",
 ]
 

@@ -39,7 +39,7 @@ def test_flash_attention_takes_our_shapes(monkeypatch):
     left and right of a token's own place, -1 means all."""
 
     def flash_attn_func(q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1)):
-        assert causal
+        assert causal and q.shape[-1] == k.shape[-1] == v.shape[-1]
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         seen = torch.ones(q.shape[2], q.shape[2]).tril().bool()
         if window_size[0] >= 0:
@@ -48,8 +48,10 @@ def test_flash_attention_takes_our_shapes(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(flash_attn_func=flash_attn_func))
     q, k, v = torch.randn(2, 5, 4, 8), torch.randn(2, 5, 2, 8), torch.randn(2, 5, 2, 8)
-    for window in (0, 1, 3, 9):
-        torch.testing.assert_close(flash_attention(q, k, v, 0.3, window), causal_attention(q, k, v, 0.3, window))
+    for window, values in ((0, v), (1, v), (3, v), (9, v), (0, v[..., :3])):
+        torch.testing.assert_close(
+            flash_attention(q, k, values, 0.3, window), causal_attention(q, k, values, 0.3, window)
+        )
 
 
 def test_flash_attention_is_refused_where_it_cannot_run():

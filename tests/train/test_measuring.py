@@ -41,6 +41,7 @@ def trainer_of(config):
         {"model.tied": True, "model.top_k": 3, "model.shared_experts": 0},
         {"train.recompute": "full"},
         {"train.dtype": "bfloat16"},
+        {"model.attention": "mla", "model.rotary_dim": 4, "model.q_latent": 24, "model.value_dim": 12},
         {"model.window": 10, "model.qk_norm": "head", "model.qkv_bias": True, "model.mlp_bias": True},
     ],
 )

@@ -1,0 +1,60 @@
+"""Multi-head latent attention (DeepSeek-V2, section 2.1 and appendix C).
+
+B batch, S local sequence, D model, H heads, h head dim of queries and keys, R of them turned, v head dim of values,
+L latent of keys and values
+"""
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from research.config import ModelConfig
+from research.models.layers import RMSNorm, residual_std
+from research.models.params import Block
+from research.models.rope import Rotary, rotate, softmax_scale
+
+
+class LatentAttention(Block):
+    """x (B, S, D) -> (B, S, D). Keys and values of all heads are made from one latent, and RoPE turns R elements that
+    stand first in each head, for keys the same ones in all heads (the paper has them last: no product differs).
+
+    Latents are whole on every rank that holds some of the heads, as their weights are.
+    """
+
+    wq: nn.Parameter
+    wq_down: nn.Parameter
+    wq_up: nn.Parameter
+    wkv_down: nn.Parameter
+    wkv_up: nn.Parameter
+    wo: nn.Parameter
+
+    def __init__(self, c: ModelConfig, window: int) -> None:
+        super().__init__()
+        self.c, self.window, self.scale = c, window, softmax_scale(c, c.head_dim)
+        self.plain = c.head_dim - c.rotary_dim  # elements of a head that are not turned
+        std, heads = c.init_std, (c.heads, c.head_dim)
+        if c.q_latent:
+            self.param("wq_down", q_latent=c.q_latent, dim=c.dim, std=std)
+            self.q_norm = RMSNorm(c.norm_eps, q_latent=c.q_latent)
+            self.param("wq_up", heads=heads, q_latent=c.q_latent, std=std)
+        else:
+            self.param("wq", heads=heads, dim=c.dim, std=std)
+        self.param("wkv_down", kv_latent=c.kv_latent + c.rotary_dim, dim=c.dim, std=std)
+        self.kv_norm = RMSNorm(c.norm_eps, kv_latent=c.kv_latent)
+        self.param("wkv_up", heads=(c.heads, self.plain + c.value_dim), kv_latent=c.kv_latent, std=std)
+        self.param("wo", dim=c.dim, heads=(c.heads, c.value_dim), std=residual_std(c))
+
+    def forward(self, x: Tensor, positions: Tensor, r: Rotary) -> Tensor:
+        c, product = self.c, self.seams.products.linear
+        q, kv = self.seams.column(x, self.wq_down if c.q_latent else self.wq, self.wkv_down)
+        if c.q_latent:
+            q = product(self.q_norm(q), self.wq_up)
+        latent, k_turned = kv.split([c.kv_latent, c.rotary_dim], -1)
+        made = product(self.kv_norm(latent), self.wkv_up)
+        made = rearrange(made, "b s (n e) -> b s n e", e=self.plain + c.value_dim)
+        k_plain, v = made.split([self.plain, c.value_dim], -1)
+        k_turned = rotate(k_turned[:, :, None], r).expand(-1, -1, made.shape[2], -1)
+        q = rotate(rearrange(q, "b s (n h) -> b s n h", h=c.head_dim), r)
+        k = torch.cat([k_turned, k_plain], -1)
+        o = self.seams.attend(q, k, v, positions, scale=self.scale, window=self.window)
+        return self.seams.row(rearrange(o, "b s n v -> b s (n v)"), self.wo)
