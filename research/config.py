@@ -63,6 +63,10 @@ class ModelConfig:
     dim: int = key(64, "width of the residual stream", at_least=1)
     layers: int = key(4, "decoder layers", at_least=1)
     heads: int = key(8, "query heads", at_least=1)
+    norm: Literal["pre", "post", "output", "sandwich"] = key(
+        "pre",
+        "RMSNorm of each part's input (pre), output (output), both (sandwich), or of the sum with the residual (post)",
+    )
     attention: Literal["gqa", "mla"] = key("gqa", "keys and values of kv_heads, or from one latent (DeepSeek-V2)")
     kv_heads: int = key(2, "key and value heads: heads = MHA, 1 = MQA, between = GQA; not for mla", at_least=1)
     head_dim: int = key(8, "elements of one head; of queries and keys, for mla", at_least=2)

@@ -27,21 +27,37 @@ class Output(NamedTuple):
 
 
 class Layer(nn.Module):
-    """Pre-norm residual block: attention, then a dense or an MoE feed-forward."""
+    """Residual block: attention, then a dense or an MoE feed-forward.
+
+    pre       x + f(norm(x))         Xiong et al. 2020, section 3.1
+    post      norm(x + f(x))         Vaswani et al. 2017, section 3.1
+    output    x + norm(f(x))         OLMo 2, section 3.2
+    sandwich  x + norm(f(norm(x)))   Ding et al. 2021, section 2.4
+    """
 
     def __init__(self, c: ModelConfig, index: int) -> None:
         super().__init__()
-        self.attention_norm, self.attention = RMSNorm(c.norm_eps, dim=c.dim), attention_of(c, index)
-        self.ffn_norm = RMSNorm(c.norm_eps, dim=c.dim)
+        self.norm = c.norm
+        first, last = c.norm in ("pre", "sandwich"), c.norm != "pre"
+        self.attention_norm = RMSNorm(c.norm_eps, dim=c.dim) if first else nn.Identity()
+        self.attention = attention_of(c, index)
+        self.attention_out_norm = RMSNorm(c.norm_eps, dim=c.dim) if last else nn.Identity()
+        self.ffn_norm = RMSNorm(c.norm_eps, dim=c.dim) if first else nn.Identity()
         self.ffn = MoE(c) if is_moe(c, index) else FeedForward(c, c.ffn, c.mlp_bias)
+        self.ffn_out_norm = RMSNorm(c.norm_eps, dim=c.dim) if last else nn.Identity()
 
     def forward(self, x: Tensor, positions: Tensor, r: Rotary, keep: Keep) -> tuple[Tensor, Tensor]:
-        x = x + self.attention(self.attention_norm(x), positions, r)
+        x = self._added(x, self.attention(self.attention_norm(x), positions, r), self.attention_out_norm)
         h = self.ffn_norm(x)
         if isinstance(self.ffn, MoE):
             y, aux = self.ffn(h, keep)
-            return x + y, aux
-        return x + self.ffn(h), torch.zeros((), device=x.device)
+        else:
+            y, aux = self.ffn(h), torch.zeros((), device=x.device)
+        return self._added(x, y, self.ffn_out_norm), aux
+
+    def _added(self, x: Tensor, y: Tensor, norm: nn.Module) -> Tensor:
+        out: Tensor = norm(x + y) if self.norm == "post" else x + norm(y)
+        return out
 
 
 class Embedding(Block):

@@ -34,6 +34,7 @@ NAMES = [
     (r"^model\.", ""),
     (r"\.input_layernorm\.", ".attention_norm."),
     (r"\.post_attention_layernorm\.", ".ffn_norm."),
+    (r"\.post_feedforward_layernorm\.", ".ffn_out_norm."),
     (r"\.self_attn\.(q|kv)_a_proj(_with_mqa)?\.weight", r".attention.w\1_down"),
     (r"\.self_attn\.(q|kv)_b_proj\.weight", r".attention.w\1_up"),
     (r"\.self_attn\.(q|kv)_a_layernorm\.", r".attention.\1_norm."),
@@ -82,10 +83,13 @@ def batch() -> Batch:
 def renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Weights or gradients of theirs by our names, in our form."""
     latent = any("kv_a_proj" in name for name in tensors)
+    outputs = any("post_feedforward" in name for name in tensors)
     ours: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         for pattern, new in NAMES:
             name = re.sub(pattern, new, name)
+        if outputs:  # what Llama calls post-attention comes before the feed-forward
+            name = name.replace(".ffn_norm.", ".attention_out_norm.")
         ours |= _parted(name, tensor)
     return {name: _reordered(name, t) if latent else t for name, t in ours.items()}
 

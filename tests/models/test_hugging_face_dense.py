@@ -1,10 +1,12 @@
-"""Attention, RoPE and biases against transformers' Llama, Qwen2, Qwen3 and Phi-3."""
+"""Attention, RoPE and biases against transformers' Llama, Qwen2, Qwen3, OLMo 2 and Phi-3."""
 
 import pytest
 import torch.nn.functional as F
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     Qwen2Config,
@@ -106,6 +108,13 @@ def test_rope_scaling(name, monkeypatch):
         monkeypatch.setattr(attention, "softmax_scale", lambda c, width: width**-0.5)
     changes = {"model.rope_scaling": kind, **changes}
     assert llama(changes, rope_parameters=parameters, max_position_embeddings=length) < TOLERANCE
+
+
+def test_norm_of_outputs():
+    """OLMo 2, whose names of norms are Llama's with another meaning."""
+    sizes = {k: v for k, v in SIZES.items() if k != "head_dim"}
+    changes = {**OURS, "model.norm": "output", "model.qk_norm": "all"}
+    assert worst(Olmo2ForCausalLM, Olmo2Config(**sizes), changes) < TOLERANCE
 
 
 def test_partial_rotary():

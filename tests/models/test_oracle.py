@@ -28,12 +28,14 @@ def batch_of(config: RunConfig) -> Batch:
 
 
 def biased(config: RunConfig) -> Trainer:
-    """Selection biases start as zeros, which would hide their part; here they change most choices."""
+    """Selection biases start as zeros, norms as ones, which would hide their part; here biases change most choices."""
     trainer = Trainer(config, Mesh({}), torch.device("cpu"))
     generator = torch.Generator().manual_seed(1)
     for name, parameter in trainer.built.model.named_parameters():
         if name.endswith("ffn.bias"):
             parameter.data.normal_(std=0.02, generator=generator)
+        elif "norm" in name:
+            parameter.data.normal_(1.0, 0.3, generator=generator)
     return trainer
 
 
@@ -54,6 +56,17 @@ def swiglu(x, gate, up, down):
     return (a / (1 + torch.exp(-a)) * (x @ up.T)) @ down.T
 
 
+def first_norm(x, w, part, c):
+    return rms(x, w[f"{part}_norm.weight"], c.norm_eps) if c.norm in ("pre", "sandwich") else x
+
+
+def added(x, y, w, part, c):
+    weight = w.get(f"{part}_out_norm.weight")
+    if c.norm == "post":
+        return rms(x + y, weight, c.norm_eps)
+    return x + (y if c.norm == "pre" else rms(y, weight, c.norm_eps))
+
+
 def best_experts(scores, c):
     """The chosen experts, the best first: those of the best groups."""
     size = c.experts // c.expert_groups
@@ -71,7 +84,7 @@ def loss_by_hand(p, c, batch):
         w = {k.removeprefix(f"layers.{i}."): v for k, v in p.items() if k.startswith(f"layers.{i}.")}
         after = []
         for x in xs:
-            h = rms(x, w["attention_norm.weight"], c.norm_eps)
+            h = first_norm(x, w, "attention", c)
             heads = []
             for n in range(c.heads):
                 g, d = n * c.kv_heads // c.heads, c.head_dim
@@ -80,11 +93,11 @@ def loss_by_hand(p, c, batch):
                 v = h @ w["attention.wv"][g * d : g * d + d].T
                 score = (q @ k.T / math.sqrt(d)).masked_fill(torch.ones(len(h), len(h)).triu(1).bool(), -math.inf)
                 heads.append(score.softmax(-1) @ v)
-            after.append(x + torch.cat(heads, -1) @ w["attention.wo"].T)
-        hs = [rms(x, w["ffn_norm.weight"], c.norm_eps) for x in after]
+            after.append(added(x, torch.cat(heads, -1) @ w["attention.wo"].T, w, "attention", c))
+        hs = [first_norm(x, w, "ffn", c) for x in after]
         if "ffn.router" not in w:
             dense = [w[f"ffn.{n}"] for n in ("w_gate", "w_up", "w_down")]
-            xs = [x + swiglu(h, *dense) for x, h in zip(after, hs, strict=True)]
+            xs = [added(x, swiglu(h, *dense), w, "ffn", c) for x, h in zip(after, hs, strict=True)]
             continue
         tokens = torch.cat(hs)
         logits = tokens @ w["ffn.router"].T
@@ -113,7 +126,8 @@ def loss_by_hand(p, c, batch):
         balance = [c.experts * (n / n.sum() * p.mean(0)).sum() for n, p in zip(chosen, score, strict=True)]
         aux = aux + c.balance * sum(balance) / len(balance)
         aux = aux + c.z_loss * (torch.log(torch.exp(logits).sum(-1)) ** 2).mean()
-        xs = [x + y for x, y in zip(after, torch.stack(rows).split([len(x) for x in after]), strict=True)]
+        ys = torch.stack(rows).split([len(x) for x in after])
+        xs = [added(x, y, w, "ffn", c) for x, y in zip(after, ys, strict=True)]
     head = p["embedding.weight"] if c.tied else p["head.weight"]
     for x, targets in zip(xs, batch.targets, strict=True):
         log = torch.log_softmax(rms(x, p["head.norm.weight"], c.norm_eps) @ head.T, -1)
@@ -131,6 +145,9 @@ def loss_by_hand(p, c, batch):
         {"model.kv_heads": 1, "model.shared_experts": 0, "model.top_k": 1, "model.normalize_weights": False},
         {"model.shared_experts": 2, "model.top_k": 3, "model.normalize_weights": False, "model.dense_layers": 0},
         {"model.experts": 0},
+        {"model.norm": "post"},
+        {"model.norm": "output"},
+        {"model.norm": "sandwich", "train.recompute": "full"},
         {"model.router_score": "sigmoid", "model.weight_scale": 2.5, "model.bias_rate": 0.1},
         {"model.router_score": "sigmoid", "model.normalize_weights": False, "model.balance_scope": "sequence"},
         {"model.balance_scope": "sequence", "model.bias_rate": 0.1, "model.moe_every": 3},
@@ -179,3 +196,17 @@ def test_parameters_are_declared_and_counted():
     named = dict(built.model.named_parameters())
     assert set(named) == set(built.specs)
     assert all(tuple(named[n].shape) == s.shape for n, s in built.specs.items())
+
+
+@pytest.mark.parametrize(
+    "what, fault, changes",
+    [
+        ("decoder.Layer._added", lambda self, x, y, norm: x + norm(y), {"model.norm": "post"}),
+        ("moe.choose", lambda scores, c: scores.topk(c.top_k, -1).indices, {"model.expert_groups": 4}),
+        ("moe.MoE.share", lambda self, ids, n: (n / n.sum()).double()[None], {"model.balance_scope": "sequence"}),
+    ],
+)
+def test_planted_faults(monkeypatch, what, fault, changes):
+    monkeypatch.setattr(f"research.models.{what}", fault)
+    with pytest.raises(AssertionError):
+        test_loss_and_every_gradient(changes, (0, 4))

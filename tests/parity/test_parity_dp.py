@@ -34,6 +34,9 @@ GRID = [
     "dp.degree=2 model.expert_groups=4 model.top_groups=2 model.group_best=2 model.bias_rate=0.05 train.recompute=full",
     "dp.degree=2 model.attention=mla model.rotary_dim=4 model.value_dim=12 model.q_latent=24 train.recompute=full",
     "dp.degree=2 model.attention=mla model.rotary_dim=2 model.window=9",
+    "dp.degree=2 model.norm=post",
+    "dp.degree=2 model.norm=output",
+    "dp.degree=2 model.norm=sandwich",
     "dp.degree=1 train.recompute=full train.bucket_mib=0.01",
 ]
 
