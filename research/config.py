@@ -103,6 +103,7 @@ class ModelConfig:
     bias_rate: float = key(0.0, "step of the selection bias that balances without a loss; 0: no bias", at_least=0)
     z_loss: float = key(0.001, "weight of the router z-loss (ST-MoE, eq. 5)", at_least=0)
     tied: bool = key(False, "use the embedding as the head as well")
+    document_mask: bool = key(False, "a token sees its own document only; else all that stands before it in its sample")
     rotary_dim: int = key(0, "leading elements of a head that RoPE turns; 0: all", at_least=0)
     rope_base: float = key(10000.0, "base of the rotary frequencies", at_least=1)
     rope_scaling: Literal["none", "linear", "ntk", "llama3", "yarn"] = key("none", "of RoPE to longer texts")
@@ -298,6 +299,11 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     record: RecordConfig = field(default_factory=RecordConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+
+    def problems(self) -> Iterator[Problem]:
+        """Rules that join keys of two sections; those of an axis are its own."""
+        if self.train.kernel == "flash" and self.model.document_mask:
+            yield Problem("train.kernel", "flash", "does not know model.document_mask=true", "sdpa, or false")
 
 
 Check = Callable[[RunConfig], Iterator[Problem]]
@@ -522,6 +528,7 @@ def _validated(
             good[name] = _made(value, known[name][0])
     config = replace(RunConfig(), good)
     rules = [p for s in dataclasses.fields(config) for p in getattr(getattr(config, s.name), "problems", tuple)()]
+    rules += config.problems()
     unclear = {p.key for p in [*problems, *rules] if p.key.endswith(".degree")}
     config = replace(config, {k: 1 for k in unclear if k in known})
     config, wrong = with_world(config, None if unclear else world)

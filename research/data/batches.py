@@ -58,8 +58,8 @@ class GlobalBatches:
             here = sources == k
             places[here] = shuffled(numbers[here], self.samples[k], self._seed, int(k)) * self._sequence
         batch = _batch(self._sources, sources, places, self._sequence)
-        cuts = (t.tensor_split(self._microbatches) for t in (batch.tokens, batch.targets, batch.positions))
-        return [Batch(*parts) for parts in zip(*cuts, strict=True)]
+        whole = (batch.tokens, batch.targets, batch.positions, batch.documents)
+        return [Batch(*parts) for parts in zip(*(t.tensor_split(self._microbatches) for t in whole), strict=True)]
 
 
 class HeldOut:
@@ -104,4 +104,4 @@ def _batch(
     follows = (documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] >= 0)
     targets = np.where(follows, ids[:, 1:], NOT_COUNTED)
     positions = np.tile(np.arange(sequence), (len(ids), 1))
-    return Batch(*(torch.tensor(array) for array in (ids[:, :-1], targets, positions)))
+    return Batch(*(torch.tensor(array) for array in (ids[:, :-1], targets, positions, documents[:, :-1])))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from research.config import ModelConfig
 from research.models.layers import HeadsNorm, RMSNorm, residual_std
 from research.models.params import Block
-from research.models.rope import Rotary, rotate, softmax_scale
+from research.models.rope import Places, rotate, softmax_scale
 
 
 class Attention(Block):
@@ -45,7 +45,7 @@ class Attention(Block):
             self.q_norm = HeadsNorm(c.norm_eps, heads=heads)
             self.k_norm = HeadsNorm(c.norm_eps, kv_heads=kv_heads)
 
-    def forward(self, x: Tensor, positions: Tensor, r: Rotary) -> Tensor:
+    def forward(self, x: Tensor, at: Places) -> Tensor:
         projected = self.seams.column(x, self.wq, self.wk, self.wv)
         if self.c.qkv_bias:
             projected = [t + bias for t, bias in zip(projected, (self.bq, self.bk, self.bv), strict=True)]
@@ -55,6 +55,14 @@ class Attention(Block):
         q, k, v = (rearrange(t, "b s (n h) -> b s n h", h=self.c.head_dim) for t in (q, k, v))
         if self.c.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
-        o = self.seams.attend(rotate(q, r), rotate(k, r), v, positions, scale=self.scale, window=self.window)
+        o = self.seams.attend(
+            rotate(q, at.rotary),
+            rotate(k, at.rotary),
+            v,
+            at.positions,
+            scale=self.scale,
+            window=self.window,
+            documents=at.documents,
+        )
         y = self.seams.row(rearrange(o, "b s n h -> b s (n h)"), self.wo)
         return y + self.bo if self.c.out_bias else y

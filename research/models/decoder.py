@@ -16,7 +16,7 @@ from research.models.mla import LatentAttention
 from research.models.moe import MoE
 from research.models.params import Block, Spec
 from research.models.recompute import Keep, decide, recomputed
-from research.models.rope import Rotary, rotary
+from research.models.rope import Places, places
 
 
 class Output(NamedTuple):
@@ -46,8 +46,8 @@ class Layer(nn.Module):
         self.ffn = MoE(c) if is_moe(c, index) else FeedForward(c, c.ffn, c.mlp_bias)
         self.ffn_out_norm = RMSNorm(c.norm_eps, dim=c.dim) if last else nn.Identity()
 
-    def forward(self, x: Tensor, positions: Tensor, r: Rotary, keep: Keep) -> tuple[Tensor, Tensor]:
-        x = self._added(x, self.attention(self.attention_norm(x), positions, r), self.attention_out_norm)
+    def forward(self, x: Tensor, at: Places, keep: Keep) -> tuple[Tensor, Tensor]:
+        x = self._added(x, self.attention(self.attention_norm(x), at), self.attention_out_norm)
         h = self.ffn_norm(x)
         if isinstance(self.ffn, MoE):
             y, aux = self.ffn(h, keep)
@@ -100,18 +100,18 @@ class Decoder(nn.Module):
 
     def forward(self, batch: Batch) -> Output:
         x = self.embedding(batch.tokens)
-        r = rotary(batch.positions, self.c, x.dtype)
+        at = places(batch, self.c, x.dtype)
         aux = torch.zeros((), device=x.device, requires_grad=True)
         for layer in self.layers.values():
-            x, part = self._run(layer, x, batch.positions, r)
+            x, part = self._run(layer, x, at)
             aux = aux + part
         return Output(self.head(x, batch.targets, self.embedding.weight if self.c.tied else None), aux)
 
-    def _run(self, layer: nn.Module, x: Tensor, positions: Tensor, r: Rotary) -> tuple[Tensor, Tensor]:
+    def _run(self, layer: nn.Module, x: Tensor, at: Places) -> tuple[Tensor, Tensor]:
         if not self.recompute:
-            out: tuple[Tensor, Tensor] = layer(x, positions, r, decide)
+            out: tuple[Tensor, Tensor] = layer(x, at, decide)
             return out
-        return recomputed(lambda x, keep: layer(x, positions, r, keep), x)
+        return recomputed(lambda x, keep: layer(x, at, keep), x)
 
 
 def is_moe(c: ModelConfig, layer: int) -> bool:

@@ -61,15 +61,19 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int =
     return o[..., :width]
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = 0) -> Tensor:
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = 0, documents: Tensor | None = None
+) -> Tensor:
     """q (B, S, H, h), k (B, S, G, h), v (B, S, G, v) -> (B, S, H, v); query head i reads kv head i * G // H. With a
-    window a token sees that many tokens, itself included."""
+    window a token sees that many tokens, itself included; with documents (B, S) those of its own alone."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     seen = None
-    if 0 < window < q.shape[2]:
+    if 0 < window < q.shape[2] or documents is not None:
         place = torch.arange(q.shape[2], device=q.device)
         distance = place[:, None] - place
-        seen = (distance >= 0) & (distance < window)
+        seen = (distance >= 0) & (distance < (window or len(place)))
+        if documents is not None:
+            seen = seen & (documents[:, None, :, None] == documents[:, None, None])
     grouped = q.shape[1] != k.shape[1]
     o = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None, scale=scale, enable_gqa=grouped)
     return o.transpose(1, 2)

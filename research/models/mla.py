@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from research.config import ModelConfig
 from research.models.layers import RMSNorm, residual_std
 from research.models.params import Block
-from research.models.rope import Rotary, rotate, softmax_scale
+from research.models.rope import Places, rotate, softmax_scale
 
 
 class LatentAttention(Block):
@@ -44,7 +44,7 @@ class LatentAttention(Block):
         self.param("wkv_up", heads=(c.heads, self.plain + c.value_dim), kv_latent=c.kv_latent, std=std)
         self.param("wo", dim=c.dim, heads=(c.heads, c.value_dim), std=residual_std(c))
 
-    def forward(self, x: Tensor, positions: Tensor, r: Rotary) -> Tensor:
+    def forward(self, x: Tensor, at: Places) -> Tensor:
         c, product = self.c, self.seams.products.linear
         q, kv = self.seams.column(x, self.wq_down if c.q_latent else self.wq, self.wkv_down)
         if c.q_latent:
@@ -53,8 +53,8 @@ class LatentAttention(Block):
         made = product(self.kv_norm(latent), self.wkv_up)
         made = rearrange(made, "b s (n e) -> b s n e", e=self.plain + c.value_dim)
         k_plain, v = made.split([self.plain, c.value_dim], -1)
-        k_turned = rotate(k_turned[:, :, None], r).expand(-1, -1, made.shape[2], -1)
-        q = rotate(rearrange(q, "b s (n h) -> b s n h", h=c.head_dim), r)
+        k_turned = rotate(k_turned[:, :, None], at.rotary).expand(-1, -1, made.shape[2], -1)
+        q = rotate(rearrange(q, "b s (n h) -> b s n h", h=c.head_dim), at.rotary)
         k = torch.cat([k_turned, k_plain], -1)
-        o = self.seams.attend(q, k, v, positions, scale=self.scale, window=self.window)
+        o = self.seams.attend(q, k, v, at.positions, scale=self.scale, window=self.window, documents=at.documents)
         return self.seams.row(rearrange(o, "b s n v -> b s (n v)"), self.wo)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from research.config import ModelConfig
+from research.models.batch import Batch
 
 
 class Rotary(NamedTuple):
@@ -17,6 +18,24 @@ class Rotary(NamedTuple):
 
     cos: Tensor
     sin: Tensor
+
+
+class Places(NamedTuple):
+    """Where the tokens of a batch stand: what attention needs to know beside their content.
+
+    Positions go on over the boundaries of documents: RoPE sees distances only, so that a document that sees nothing
+    else is the same from 0 as from anywhere (the families restart nothing in training either: Llama 3, section 3.2,
+    masks; DeepSeek-V3, section 4.1, does not even mask).
+    """
+
+    positions: Tensor  # (B, S)
+    documents: Tensor | None  # (B, S), where a token sees its own document only
+    rotary: Rotary
+
+
+def places(batch: Batch, c: ModelConfig, dtype: torch.dtype) -> Places:
+    documents = batch.documents if c.document_mask else None
+    return Places(batch.positions, documents, rotary(batch.positions, c, dtype))
 
 
 def rotary(positions: Tensor, c: ModelConfig, dtype: torch.dtype) -> Rotary:

@@ -28,11 +28,20 @@ def lookup(weight: Tensor, tokens: Tensor) -> Tensor:
     return embed(weight, tokens)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, *, scale: float, window: int = 0) -> Tensor:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    documents: Tensor | None = None,
+) -> Tensor:
     """(B, S, H, h), (B, S, G, h), (B, S, G, v), (B, S) -> (B, S, H, v); a token sees those up to its own, or the last
-    `window` of them where that is not 0. One device holds whole samples in order: positions decide nothing
-    here."""
-    return causal_attention(q, k, v, scale, window)
+    `window` of them where that is not 0, and where `documents` (B, S) are given those of its own document alone. One
+    device holds whole samples in order: positions decide nothing here."""
+    return causal_attention(q, k, v, scale, window, documents)
 
 
 def experts(
@@ -103,7 +112,9 @@ class Seams:
     normalize: Callable[[Tensor, Tensor, float], Tensor] = normalize
 
 
-def attend_flash(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, *, scale: float, window: int = 0) -> Tensor:
+def attend_flash(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, *, scale: float, window: int = 0, documents: None = None
+) -> Tensor:
     """`attend` with the flash-attn kernel."""
     return flash_attention(q, k, v, scale, window)
 

@@ -129,7 +129,9 @@ def test_targets_token_by_token(sequence: int, dtype: type) -> None:
     assert flat == sorted((ids[p], -100 if ids[p] == END else ids[p + 1]) for p in used)
     assert (batch.targets == -100).sum() == sum(ids[p] == END for p in used) > 0
     assert batch.positions.tolist() == [list(range(sequence))] * len(rows)
-    for tensor in (batch.tokens, batch.targets, batch.positions):
+    new_document = batch.documents[:, 1:] != batch.documents[:, :-1]
+    assert torch.equal(new_document, batch.targets[:, :-1] == -100)  # where a document ends, another begins
+    for tensor in (batch.tokens, batch.targets, batch.positions, batch.documents):
         assert tensor.dtype == torch.int64 and tensor.shape == (160 // sequence, sequence)
 
 

@@ -77,7 +77,7 @@ def batch() -> Batch:
     """The last token of a sample has no target: theirs are shifted inside."""
     tokens = torch.randint(VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
     targets = F.pad(tokens[:, 1:], (0, 1), value=NOT_COUNTED)
-    return Batch(tokens, targets, torch.arange(LENGTH).expand(BATCH, LENGTH))
+    return Batch(tokens, targets, torch.arange(LENGTH).expand(BATCH, LENGTH), torch.zeros_like(tokens))
 
 
 def renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -133,8 +133,8 @@ def test_planted_faults(monkeypatch):
             patch.setattr(module, name, fault)
             return of_family(family) > 1e-4
 
-    def one_more(q, k, v, scale, window):
-        return causal_attention(q, k, v, scale, window and window + 1)
+    def one_more(q, k, v, scale, window, documents):
+        return causal_attention(q, k, v, scale, window and window + 1, documents)
 
     windowed = "qwen2, window from the second layer"
     assert fails(seams, "causal_attention", one_more, windowed)

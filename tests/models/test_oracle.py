@@ -24,7 +24,7 @@ def batch_of(config: RunConfig) -> Batch:
     ids = torch.randint(config.model.vocab, (4, 17), generator=generator)
     targets = ids[:, 1:].clone()
     targets[0, 3:9] = -100
-    return Batch(ids[:, :-1], targets, torch.arange(16).expand(4, 16))
+    return Batch(ids[:, :-1], targets, torch.arange(16).expand(4, 16), torch.zeros(4, 16, dtype=torch.int64))
 
 
 def biased(config: RunConfig) -> Trainer:

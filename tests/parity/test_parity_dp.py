@@ -37,6 +37,7 @@ GRID = [
     "dp.degree=2 model.norm=post",
     "dp.degree=2 model.norm=output",
     "dp.degree=2 model.norm=sandwich",
+    "dp.degree=2 model.document_mask=true model.window=20 data.path=experiments/configs",  # short documents
     "dp.degree=1 train.recompute=full train.bucket_mib=0.01",
 ]
 

@@ -101,7 +101,7 @@ def test_a_naive_mean_over_tokens(config):
             targets = torch.full_like(window, NOT_COUNTED)
             targets[0, place - 1 - begin] = stream[place]
             positions = torch.arange(window.shape[1])[None]
-            nats.append(float(trainer.built.model(Batch(window, targets, positions)).loss))
+            nats.append(float(trainer.built.model(Batch(window, targets, positions, torch.zeros_like(window))).loss))
     assert len(nats) == split.counted == len(stream) - len(kept)
     assert trainer.evaluate(split) == pytest.approx(sum(nats) / len(nats), rel=1e-12)
 

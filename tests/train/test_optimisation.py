@@ -205,7 +205,7 @@ def test_microbatches_add_up_to_the_batch(config, microbatches):
     sides = []
     for m in (1, microbatches):
         trainer = Trainer(replace(config, {"train.microbatches": m}), Mesh({}), torch.device("cpu"))
-        parts = zip(*(t.chunk(m) for t in (whole.tokens, whole.targets, whole.positions)), strict=True)
+        parts = zip(*(t.chunk(m) for t in dataclasses.astuple(whole)), strict=True)
         sums = trainer.backward([Batch(*part) for part in parts])
         sides.append((sums.totals, {n: g.clone() for n, _, g in trainer.storage.gradients()}))
     torch.testing.assert_close(sides[0][0], sides[1][0], rtol=1e-13, atol=0)
