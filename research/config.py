@@ -20,6 +20,9 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from research.presets import PRESETS
+
+PRESET = "model.preset"
 Scalar = int | float | bool | str | None
 Value = Scalar | Sequence[Scalar]  # a key of several values holds a tuple; mappings, JSON and YAML have lists
 
@@ -115,6 +118,24 @@ class ModelConfig:
     rope_mscale_all: float = key(0.0, "yarn: .. over the same of this, whose square scales the softmax", at_least=0)
     norm_eps: float = key(1e-5, "added to the mean square in RMSNorm", at_least=0)
     init_std: float = key(0.02, "standard deviation of initial weights", at_least=0)
+    preset: Literal[
+        "none",
+        "llama2_7b",
+        "llama2_13b",
+        "llama2_70b",
+        "llama3_8b",
+        "llama3_70b",
+        "llama3_405b",
+        "mixtral_8x7b",
+        "mixtral_8x22b",
+        "qwen3_30b_a3b",
+        "qwen3_235b_a22b",
+        "olmoe_1b_7b",
+        "deepseek_moe_16b",
+        "deepseek_v2_lite",
+        "deepseek_v2",
+        "deepseek_v3",
+    ] = key("none", "a published model: other defaults for the keys of this section (research/presets.py)")
 
     def problems(self) -> Iterator[Problem]:
         if self.heads % self.kv_heads:
@@ -369,8 +390,13 @@ def to_mapping(config: RunConfig) -> dict[str, dict[str, Value]]:
 
 def to_words(config: RunConfig) -> list[str]:
     """The `key=value` words that make this config from the defaults."""
-    default = dict(flat(to_mapping(RunConfig())))
-    return [word(k, v) for k, v in flat(to_mapping(config)) if v != default[k]]
+    default = dict(flat(to_mapping(replace(RunConfig(), preset_values(config.model.preset)))))
+    return [word(k, v) for k, v in flat(to_mapping(config)) if v != default[k] or (k == PRESET and v != "none")]
+
+
+def preset_values(name: str) -> dict[str, Value]:
+    """`section.key` -> value of a published model."""
+    return {f"model.{k}": v for k, v in PRESETS[name].items()} if name != "none" else {}
 
 
 def word(name: str, value: Value) -> str:
@@ -526,7 +552,7 @@ def _validated(
             problems += bad
         else:
             good[name] = _made(value, known[name][0])
-    config = replace(RunConfig(), good)
+    config = replace(RunConfig(), preset_values(str(good.get(PRESET, "none"))) | good)
     rules = [p for s in dataclasses.fields(config) for p in getattr(getattr(config, s.name), "problems", tuple)()]
     rules += config.problems()
     unclear = {p.key for p in [*problems, *rules] if p.key.endswith(".degree")}

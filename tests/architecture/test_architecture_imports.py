@@ -14,7 +14,8 @@ Trees = Mapping[str, ast.Module]
 
 # Module or package -> what it may import of this project. The longest name that fits a module counts.
 MAY_IMPORT = {
-    "research.config": "",
+    "research.presets": "",
+    "research.config": "presets",
     "research.ledger": "",
     "research.mesh": "config ledger",
     "research.comm": "config ledger mesh",
