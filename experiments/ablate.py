@@ -13,7 +13,7 @@ from functools import partial
 from experiments.command import CHECKS, launch, main
 from experiments.tables import show
 from research.ablation import missing, read, runs
-from research.config import ConfigError
+from research.config import ConfigError, Problem
 from research.launch.environment import Joined
 from research.launch.local import RankError
 from research.mesh import total_ranks
@@ -22,7 +22,7 @@ from research.train.run import run
 
 def ablate(words: Sequence[str], where: Joined | None) -> int:
     if where is not None:
-        raise SystemExit("experiments.ablate starts its own ranks: run it without torchrun or srun")
+        raise ConfigError([Problem("experiments.ablate", None, "starts its own ranks", "without torchrun or srun")])
     ablation = read(words[0])
     configs = runs(ablation, words[1:], CHECKS)
     todo = list(missing(configs))

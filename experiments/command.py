@@ -19,6 +19,7 @@ from research.launch.local import RankError, start
 from research.launch.process import Place, too_few_devices
 from research.mesh import total_ranks
 from research.parallel import axis
+from research.train.metrics import code_version
 
 T = TypeVar("T")
 CHECKS = (axis.problems, corpus.problems, record.problems)
@@ -68,6 +69,7 @@ def main(usage: str | None, body: Callable[[Sequence[str], Joined | None], int],
     `needs` names what the first word must be, if there must be one.
     """
     torch.set_num_threads(1)  # ranks are forked from this process, which computes nothing
+    code_version()  # of what was imported; the checkout may move on
     words = sys.argv[1:]
     if "--help" in words or "-h" in words:
         print((usage or "").strip(), "\n\n" + HELP + configs.help_text())
@@ -84,9 +86,9 @@ def main(usage: str | None, body: Callable[[Sequence[str], Joined | None], int],
         return body(words, where)
     except ConfigError as error:
         if where is not None and where.place.rank > 0:
-            time.sleep(RANK_0_SPEAKS_S)
-        else:
-            print(error, file=sys.stderr)
+            time.sleep(RANK_0_SPEAKS_S)  # it ends this rank where it has the same to say
+            print(f"rank {where.place.rank}:", file=sys.stderr)
+        print(error, file=sys.stderr)
         return 2
     except (RankError, TimeoutError) as error:
         print(error, file=sys.stderr)

@@ -6,6 +6,7 @@ Without a CUDA device it says so and exits 0.
 """
 
 import importlib.util
+import re
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from experiments.command import launch, main, read_config
 from experiments.tables import show
 from research.config import RunConfig, replace
 from research.launch.environment import Joined
+from research.launch.local import RankError
 from research.train.proof import compare, reference_of, snapshots, worst_by_kind
 from research.train.run import run
 
@@ -63,9 +65,14 @@ def gpu(words: Sequence[str], where: Joined | None) -> int:
         return 0
     passed = proofs("cuda")
     name = launch(lambda place, device: torch.cuda.get_device_name(device), read_config([]), None)
-    peak = next((p for key, p in PEAK_TFLOPS.items() if key in name), 0.0)
+    peak = next((p for key, p in PEAK_TFLOPS.items() if re.search(rf"\b{key}\b(?!.*(PCIe|NVL))", name)), 0.0)
     for config in arms(peak):
-        row = launch(partial(run, config), config, None)
+        try:
+            row = launch(partial(run, config), config, None)
+        except RankError as error:  # out of memory, say: the other arms are still worth having
+            print(f"{config.record.arm} failed: {error}", file=sys.stderr, flush=True)
+            passed = False
+            continue
         mfu = "no peak known" if row.mfu is None else f"MFU {row.mfu:.1%}"
         print(f"{row.arm}: {row.tokens_per_s:,.0f} tokens/s, {row.tflops_per_rank:.0f} TFLOP/s, {mfu}", flush=True)
     show("results", "gpu")

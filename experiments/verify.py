@@ -16,6 +16,7 @@ from rich.table import Table
 
 from experiments.command import main, read_config
 from research import config as configs
+from research.config import ConfigError, Problem
 from research.launch.environment import Joined
 from research.mesh import total_ranks
 from research.train.proof import TOLERANCE, compare, reference_of, snapshots, worst_by_kind
@@ -25,7 +26,7 @@ OFFENDERS = 8  # listed by name
 
 def verify(words: Sequence[str], where: Joined | None) -> int:
     if where is not None:
-        raise SystemExit("experiments.verify starts its own ranks: run it without torchrun or srun")
+        raise ConfigError([Problem("experiments.verify", None, "starts its own ranks", "without torchrun or srun")])
     config = read_config(words)
     if config.train.dtype != "float64":
         print(f"train.dtype={config.train.dtype}: the proof runs in float64")

@@ -46,10 +46,11 @@ def all_reduce_(x: torch.Tensor, group: Group, purpose: str, op: dist.ReduceOp.R
     return start_all_reduce(x, group, purpose, op).wait()
 
 
-def gather_objects(value: T, group: Group) -> list[T]:
-    """`value` of every rank of the group, in order. For reports after training, so it is not counted."""
+def gather_objects(value: T, group: Group, purpose: str) -> list[T]:
+    """`value` of every rank of the group, in order. For reports before and after training, so it is not counted."""
     if group.size == 1:
         return [value]
+    group.ledger.meet(group.axis, group.ranks, purpose, "all_gather")
     values: list[T | None] = [None] * group.size
     dist.all_gather_object(values, value, group=group.process_group)
     return values  # type: ignore[return-value]

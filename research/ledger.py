@@ -26,7 +26,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self.phase = "setup"  # set by the executor and the loop: F, BW, optimizer or EVAL
-        self.allocates = "activations"  # what fresh memory is for; communication while `comm` makes buffers
+        self.allocates = "activations"  # what fresh memory is for; `communication` where a collective needs a buffer
         self.bytes: defaultdict[Label, Fraction] = defaultdict(Fraction)
         self.calls: defaultdict[Label, int] = defaultdict(int)
         self.started: Counter[tuple[int, ...]] = Counter()  # collectives by the ranks that share them, never cleared
@@ -36,11 +36,16 @@ class Ledger:
 
     def count(self, axis: str, ranks: tuple[int, ...], purpose: str, op: str, received: Fraction) -> None:
         """A collective starts, in which this rank will have received so many bytes."""
-        label = Label(axis, purpose, op, self.phase)
+        label = self.meet(axis, ranks, purpose, op)
         self.bytes[label] += received
         self.calls[label] += 1
+
+    def meet(self, axis: str, ranks: tuple[int, ...], purpose: str, op: str) -> Label:
+        """A collective starts whose bytes do not count; the watchdog has to know of it all the same."""
+        label = Label(axis, purpose, op, self.phase)
         self.started[ranks] += 1
         self.last = label, ranks
+        return label
 
     @contextmanager
     def waiting(self, axis: str, device: torch.device) -> Iterator[None]:

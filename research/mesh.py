@@ -150,14 +150,16 @@ class Mesh:
             mine = tuple(classes[color(self.at)])
             for ranks in [mine] if self._fake else map(tuple, classes.values()):
                 if (axis, ranks) not in self._made:
-                    self._made[axis, ranks] = self._new_group(ranks)
+                    self._made[axis, ranks] = self._new_group(axis, ranks)
             self._partitions[name] = mine
         mine = self._partitions[name]
         return Group(axis, mine, mine.index(self.rank), self.ledger, self._made[axis, mine])
 
-    def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    def _new_group(self, axis: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         if len(ranks) == 1:
             return None
+        if axis == "world":
+            return dist.group.WORLD
         return dist.new_group(list(ranks), timeout=self._timeout)
 
 

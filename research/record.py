@@ -19,7 +19,7 @@ Kind = Literal["measured", "dry", "simulated"]
 # What changes neither a result nor a measurement: where things are put, how a run is watched.
 NOT_IDENTITY = (
     *("record.folder", "record.ablation", "record.arm", "record.tensorboard", "record.profile"),
-    *("record.peak_tflops", "record.causal_flops", "launch.timeout_s", "data.cache"),
+    *("launch.timeout_s", "data.cache"),
 )
 
 
@@ -61,6 +61,7 @@ class Row:
     tokens_per_s: float  # warm-up steps left out
     step_ms: float  # median, warm-up steps left out
     step_ms_iqr: float  # interquartile range
+    timed_steps: int  # 0: the run was all warm-up, and speed is NaN
     wall_s: float
     flops_per_token: int  # forward and backward of the model, by the convention that is named next
     flops_convention: str
@@ -141,6 +142,9 @@ def read(path: str | Path) -> Row:
     _require_fields(Row, tree, path)
     _require_fields(Hardware, tree["hardware"], path)
     fields = {k: _null_as_nan(kind, tree[k]) for k, kind in get_type_hints(Row).items() if k in tree}
+    if fields.get("evals"):  # there was an evaluation, so null is a number that JSON does not know
+        fields["evals"] = [_null_as_nan(list[float], e) for e in fields["evals"]]
+        fields |= {k: _null_as_nan(float, fields[k]) for k in ("eval_loss", "perplexity")}
     return Row(**fields | {"hardware": Hardware(**tree["hardware"])})
 
 

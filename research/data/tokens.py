@@ -11,6 +11,7 @@ A changed text or tokenizer has another name: old files are never wrong, and a r
 """
 
 import fcntl
+import glob
 import hashlib
 import json
 import re
@@ -30,7 +31,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from research.config import ConfigError, DataConfig, Problem
-from research.data.corpus import Source, documents, find, given_tokenizer
+from research.data.corpus import Source, documents, find, given_tokenizer, refuse
 from research.data.token_files import added, read_ids
 from research.data.tokenizers import Library, Tokenizer
 from research.files import atomically, write_atomically
@@ -164,6 +165,8 @@ def _cached(stem: Path, load: Callable[[], T | None], build: Callable[[], object
         with _file(stem, ".lock").open("w") as lock:  # closing it, or dying, lets go of the lock
             fcntl.flock(lock, fcntl.LOCK_EX)
             if load() is None:  # nobody built it while this process waited
+                for left in stem.parent.glob(f".{glob.escape(stem.name)}.*"):  # by one that was killed
+                    left.unlink(missing_ok=True)
                 build()
         found = load()
     assert found is not None
@@ -219,7 +222,11 @@ def _tokenise(stem: Path, source: Source, field: str, tokenizer: Tokenizer) -> N
     counts, pieces, waiting = np.zeros(0, np.int64), [], 0
     with _progress(f"tokenising {source.path}") as advance, atomically(_file(stem, ".bin")) as file:
         for text in advance(documents(source, field)):
-            pieces += [tokenizer.encode(text), np.array([tokenizer.end], np.uint32)]
+            try:
+                ids = tokenizer.encode(text)
+            except Exception as error:  # a tokenizer.json may not know every text; the library raises no narrower one
+                refuse(source.path, f"cannot be encoded: {error}", "another data.tokenizer")
+            pieces += [ids, np.array([tokenizer.end], np.uint32)]
             before.append(before[-1] + len(pieces[-2]) + 1)
             bytes_before.append(bytes_before[-1] + len(text.encode("utf-8")))
             waiting += len(pieces[-2]) + 1
@@ -227,6 +234,8 @@ def _tokenise(stem: Path, source: Source, field: str, tokenizer: Tokenizer) -> N
                 counts, pieces, waiting = added(counts, _write(file, pieces, dtype)), [], 0
         if pieces:
             counts = added(counts, _write(file, pieces, dtype))
+        if len(before) == 1:
+            refuse(source.path, "holds no documents")
     facts = {"dtype": dtype.name, "vocab_size": tokenizer.vocab_size, "end": tokenizer.end}  # so it is a source, too
     _finish(stem, np.array([before, bytes_before]), counts, facts)
 

@@ -6,6 +6,7 @@ touched CUDA; the entry points and the tests leave all such work to the ranks.
 
 import contextlib
 import io
+import math
 import os
 import pickle
 import signal
@@ -78,7 +79,7 @@ def start(
                 theirs.close()
                 pipes.append(ours)
                 ranks.append(process)
-            values = _collect(ranks, pipes, limit_s)
+            values = _collect(ranks, pipes, limit_s, config.backend_timeout_s)
             end = time.monotonic() + GRACE_S
             for process in ranks:
                 process.join(max(0.0, end - time.monotonic()))
@@ -140,12 +141,16 @@ def _leave_with_parent(alive_read: int) -> None:
     os._exit(1)
 
 
-def _collect(ranks: list[Any], pipes: list[Connection], limit_s: float | None) -> list[Any]:
-    end = None if limit_s is None else time.monotonic() + limit_s
+def _collect(ranks: list[Any], pipes: list[Connection], limit_s: float | None, farewell_s: float) -> list[Any]:
+    """Reports of all ranks. Once one is done, the others must be within `farewell_s`: no collective can wait longer."""
+    end = math.inf if limit_s is None else time.monotonic() + limit_s
+    why = f"after {limit_s} s"
     reports: dict[int, _Report[Any]] = {}
     while len(reports) < len(ranks):
         failed = any(r.error is not None for r in reports.values())
-        left = GRACE_S if failed else None if end is None else max(0.0, end - time.monotonic())
+        if reports and not failed and time.monotonic() + farewell_s < end:
+            end, why = time.monotonic() + farewell_s, f"{farewell_s:g} s after ranks {sorted(reports)} were"
+        left = GRACE_S if failed else None if end == math.inf else max(0.0, end - time.monotonic())
         open_pipes = {pipes[r]: r for r in range(len(ranks)) if r not in reports}
         since = time.time()
         ready = wait(list(open_pipes), left)
@@ -158,7 +163,7 @@ def _collect(ranks: list[Any], pipes: list[Connection], limit_s: float | None) -
         if failed and not ready:
             break
         if not ready:
-            raise TimeoutError(f"ranks {sorted(open_pipes.values())} of {len(ranks)} are not done after {limit_s:g} s")
+            raise TimeoutError(f"ranks {sorted(open_pipes.values())} of {len(ranks)} are not done {why}")
     errors = [r for r in reports.values() if r.error is not None]
     if errors:
         first = min(errors, key=lambda r: r.at)

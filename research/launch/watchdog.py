@@ -9,14 +9,17 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Sequence
 
 from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from research.launch.process import Place
 from research.ledger import Ledger
 
-LOOK_S = 0.5  # between two looks
+LOOK_S = 0.5  # between two looks, at least
+LOOK_S_PER_RANK = 0.005
+MOST_LISTED = 16
 
 
 class HangError(RuntimeError):
@@ -35,21 +38,27 @@ def watched(ledger: Ledger, place: Place, timeout_s: float) -> Iterator[None]:
     thread.start()
     try:
         yield
+        _publish(ledger, place)  # who is done has come to every collective; nobody shall miss it
     finally:
         done.set()
-        thread.join()
+        thread.join(LOOK_S)  # it may itself wait for a store that does not answer, and must not keep an error back
 
 
 def _watch(ledger: Ledger, place: Place, timeout_s: float, done: threading.Event) -> None:
     store, published, since = _get_default_store(), -1, time.monotonic()
-    while not done.wait(LOOK_S):
+    every_s = max(LOOK_S, place.world * LOOK_S_PER_RANK)  # all ranks share one store
+    while not done.wait(every_s):
         total = ledger.started.total()
         if total != published:
-            counts = {_key(ranks): n for ranks, n in list(ledger.started.items())}
-            store.set(f"started/{place.rank}", json.dumps(counts))
+            _publish(ledger, place)
             published, since = total, time.monotonic()
         elif time.monotonic() - since > timeout_s and (late := _late(ledger, store)):
             raise HangError(f"{late} after {timeout_s:g} s (launch.timeout_s)")
+
+
+def _publish(ledger: Ledger, place: Place) -> None:
+    counts = {_key(ranks): n for ranks, n in list(ledger.started.items())}
+    _get_default_store().set(f"started/{place.rank}", json.dumps(counts))
 
 
 def _late(ledger: Ledger, store: Store) -> str:
@@ -67,8 +76,14 @@ def _late(ledger: Ledger, store: Store) -> str:
     if not behind:
         return ""
     what = f"{label.op} of {label.purpose} on axis {label.axis} ({label.phase})"
-    return f"{what}: of ranks {_key(ranks)}, ranks {_key(tuple(behind))} did not arrive"
+    return f"{what}: of ranks {_listed(ranks)}, ranks {_listed(behind)} did not arrive"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    head = ",".join(map(str, ranks[:MOST_LISTED]))
+    return head if len(ranks) <= MOST_LISTED else f"{head},.. ({len(ranks)} in all)"
 
 
 def _key(ranks: tuple[int, ...]) -> str:
-    return ",".join(map(str, ranks))
+    """Short, as every rank publishes one of each of its groups."""
+    return f"{zlib.crc32(repr(ranks).encode()):x}"

@@ -61,7 +61,7 @@ def arranged(rows: Iterable[Row], order: Sequence[str] | None = None) -> list[Ro
 
 def lines(rows: Iterable[Row], order: Sequence[str] | None = None) -> list[Line]:
     """The lines of a table over `rows`, arms as in `order`. Raises ValueError where there are no rows."""
-    groups: dict[tuple[str, str, str, str], list[Row]] = {}
+    groups: dict[tuple[str, str, str, str, str], list[Row]] = {}
     for row in arranged(rows, order):
         groups.setdefault(_alike(row), []).append(row)
     if not groups:
@@ -94,7 +94,7 @@ def differences(among: Sequence[Line]) -> list[str]:
 
 def _traits(row: Row) -> dict[str, Value]:
     keys = {f"{s}.{k}": v for s, section in _computed(row).items() for k, v in section.items()}
-    return {"kind": row.kind, "device": row.hardware.device, **keys}
+    return {"kind": row.kind, "device": row.hardware.device, "text": row.corpus, **keys}
 
 
 def _computed(row: Row) -> dict[str, dict[str, Value]]:
@@ -106,8 +106,8 @@ def _computed(row: Row) -> dict[str, dict[str, Value]]:
     }
 
 
-def _alike(row: Row) -> tuple[str, str, str, str]:
-    return arm_of(row), row.kind, row.hardware.device, config_hash(_computed(row))
+def _alike(row: Row) -> tuple[str, str, str, str, str]:
+    return arm_of(row), row.kind, row.hardware.device, row.corpus, config_hash(_computed(row))
 
 
 def _device(line: Line) -> str:

@@ -160,7 +160,9 @@ def _notes(found: Sequence[Line], wanted: Sequence[str], baseline: str) -> list[
     if others := [arm for arm in by_arm if wanted and arm not in wanted]:
         notes.append(f"{', '.join(others)}: has rows, but is no arm of this ablation.")
     skipped = {line.name: sum(r.skipped_steps for r in line.rows) for line in found}
-    return notes + [f"{name}: {n} steps skipped as not finite." for name, n in skipped.items() if n]
+    notes += [f"{name}: {n} steps skipped." for name, n in skipped.items() if n]
+    short = [line.name for line in found if not all(r.timed_steps for r in line.rows)]
+    return notes + [f"{name}: all steps were warm-up, so there is no speed." for name in short]
 
 
 def _traffic(traffic: pd.DataFrame) -> str:

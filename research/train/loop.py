@@ -102,7 +102,7 @@ class Trainer:
         finite = all(math.isfinite(v) for v in values)
         made = finite and sums.counted > 0
         self.skipped_in_a_row = 0 if made else self.skipped_in_a_row + 1
-        if not finite and (self.config.train.nonfinite == "stop" or self.skipped_in_a_row == MOST_SKIPPED):
+        if not finite and (self.config.train.nonfinite == "stop" or self.skipped_in_a_row >= MOST_SKIPPED):
             loss, aux, size = values
             told = f"step {index}: loss {loss}, auxiliary loss {aux}, gradient norm {size}"
             raise FloatingPointError(f"{told} ({self.skipped_in_a_row} steps in a row)")
@@ -121,16 +121,20 @@ class Trainer:
 def train(trainer: Trainer, batches: GlobalMicrobatches, held_out: HeldOut | None = None) -> Iterator[Step]:
     """Run all steps of the config, yielding each as it ends; evaluations where `train.eval_every` says."""
     following = batches(0)
+    begin = time.perf_counter()
     for index in range(trainer.config.train.steps):
-        begin, microbatches = time.perf_counter(), following
+        microbatches = following
         sums = trainer.backward(microbatches)
         numbers = trainer.queue(index, sums)
         following = batches(index + 1)  # prepared while the device is at work
         (loss, aux, norm), made = trainer.read(index, sums, numbers)
-        ms, exposed = (time.perf_counter() - begin) * 1e3, trainer.mesh.ledger.settle()
-        found = None
+        exposed = trainer.mesh.ledger.settle()
+        # From end to end, so that what watches a step on rank 0 counts: the other ranks wait for it.
+        now = time.perf_counter()
+        ms, begin, found = (now - begin) * 1e3, now, None
         if held_out is not None and evaluates(trainer.config.train, index):
             found = trainer.evaluate(held_out)
+            begin = time.perf_counter()
         tokens = sum(b.tokens.numel() for b in microbatches)
         yield Step(index, loss, aux, norm, tokens, not made, ms, exposed, found)
 

@@ -6,6 +6,7 @@ import statistics
 import subprocess
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple, TypedDict, TypeVar
 
@@ -35,8 +36,10 @@ class Version(NamedTuple):
     dirty: bool
 
 
+@cache
 def code_version() -> Version:
-    """To be asked when a run starts: the checkout may move on meanwhile. A new file of the package counts as well."""
+    """Asked once, and kept by the ranks that are forked later: the checkout may move on meanwhile. A new file of the
+    package counts as a difference."""
     root = Path(__file__).parents[2]
     commands = (("rev-parse", "--short=12", "HEAD"), ("status", "--porcelain", "--", "research", "experiments"))
     try:
@@ -63,14 +66,14 @@ def make_row(
     on `next_batch`, which is not timed and changes no weight. Bytes and waits are those of steps, without evaluations.
     """
     config, built, ledger = trainer.config, trainer.built, trainer.mesh.ledger
-    timed = timed_steps(steps, config.record.warmup_steps)
+    timed = timed_steps(steps, config.record.warmup_steps, config.record.profile)
     of_steps = {k: v for k, v in ledger.bytes.items() if k.phase != EVAL}
     mine = (
         {(k.axis, f"{k.purpose}/{k.op}/{k.phase}"): float(v / len(steps)) for k, v in of_steps.items()},
         _exposed(timed),
         peak_bytes(trainer, next_batch),  # last, as its step is counted too
     )
-    sent, waits, peaks = zip(*comm.gather_objects(mine, trainer.world), strict=True)
+    sent, waits, peaks = zip(*comm.gather_objects(mine, trainer.world, "row"), strict=True)
     comm_bytes: dict[str, dict[str, float]] = {}
     for (axis, label), value in _largest(sent).items():
         comm_bytes.setdefault(axis, {})[label] = value
@@ -97,7 +100,8 @@ def make_row(
         losses=[s.loss for s in steps],
         grad_norms=[s.norm for s in steps],
         skipped_steps=sum(s.skipped for s in steps),
-        tokens=sum(s.tokens for s in steps),
+        tokens=_trained(steps),
+        timed_steps=len(timed),
         tokens_per_s=speed.tokens_per_s,
         step_ms=speed.step_ms,
         step_ms_iqr=speed.step_ms_iqr,
@@ -146,21 +150,29 @@ class Speed(NamedTuple):
     step_ms_iqr: float  # interquartile range
 
 
-def timed_steps(steps: Sequence[Step], warmup: int) -> Sequence[Step]:
-    """Those after the warm-up; the last one where there are no more."""
-    return steps[min(warmup, len(steps) - 1) :]
+def timed_steps(steps: Sequence[Step], warmup: int, profiled: bool = False) -> Sequence[Step]:
+    """Those after the warm-up, without the last one where that was traced."""
+    return steps[warmup : len(steps) - profiled]
 
 
 def speed_of(steps: Sequence[Step]) -> Speed:
+    """NaN where there is nothing to tell it from. Tokens of skipped steps do not count."""
+    if not steps:
+        return Speed(math.nan, math.nan, math.nan)
     ms = [s.ms for s in steps]
-    low, _, high = statistics.quantiles(ms, n=4, method="inclusive") if len(ms) > 1 else (0.0, 0.0, 0.0)
-    return Speed(sum(s.tokens for s in steps) / sum(ms) * 1e3, statistics.median(ms), high - low)
+    low, _, high = statistics.quantiles(ms, n=4, method="inclusive") if len(ms) > 1 else (0.0, 0.0, math.nan)
+    return Speed(_trained(steps) / sum(ms) * 1e3, statistics.median(ms), high - low)
+
+
+def _trained(steps: Sequence[Step]) -> int:
+    """Tokens of the steps that were made."""
+    return sum(s.tokens for s in steps if not s.skipped)
 
 
 def _exposed(steps: Sequence[Step]) -> dict[str, float]:
     """Mean over steps by axis, milliseconds."""
     axes = {axis for s in steps for axis in s.exposed_ms}
-    return {axis: sum(s.exposed_ms.get(axis, 0.0) for s in steps) / len(steps) for axis in axes}
+    return {axis: sum(s.exposed_ms.get(axis, 0.0) for s in steps) / len(steps) for axis in sorted(axes)}
 
 
 def _largest(of_ranks: Sequence[dict[K, V]]) -> dict[K, V]:

@@ -5,14 +5,14 @@ from datetime import UTC, datetime
 import torch
 
 from research import comm, record
-from research.config import ConfigError, Problem, RunConfig, to_mapping
+from research.config import ConfigError, Problem, RunConfig, flat, to_mapping
 from research.data.batches import GlobalBatches, HeldOut
 from research.data.packing import Packed, held_out
 from research.data.tokens import Corpus, open_tokens
 from research.launch.process import Place
 from research.launch.watchdog import watched
 from research.mesh import Mesh
-from research.record import Row, config_hash
+from research.record import NOT_IDENTITY, Row
 from research.train.loop import Step, Trainer, train
 from research.train.metrics import Version, code_version, make_row
 from research.train.watch import boarded, shown, traced
@@ -42,12 +42,13 @@ def run(config: RunConfig, place: Place, device: torch.device) -> Row:
 def require_alike(config: RunConfig, corpus: Corpus, mesh: Mesh) -> None:
     """Ranks that a launcher started may stand on different nodes. Raises ConfigError on every rank where their configs
     or their texts differ: nothing else would show it."""
-    mine = {"config": config_hash(to_mapping(config)), "text of data.path": corpus.digest}
-    everyone = comm.gather_objects(mine, mesh.group("world"))
+    mine: dict[str, object] = {k: v for k, v in flat(to_mapping(config)) if k not in NOT_IDENTITY}
+    everyone = comm.gather_objects(mine | {"text of data.path": corpus.digest}, mesh.group("world"), "start")
     problems = []
     for what, value in everyone[0].items():
         if odd := [rank for rank, theirs in enumerate(everyone) if theirs[what] != value]:
-            problems.append(Problem(f"{what} of ranks {odd}", None, "differs from rank 0's", "the same on all ranks"))
+            theirs = everyone[odd[0]][what]
+            problems.append(Problem(f"{what} of ranks {odd}", theirs, f"differs from rank 0's {value}", "one for all"))
     if problems:
         raise ConfigError(problems)
 

@@ -1,5 +1,6 @@
 """Ways to watch a run, each a generator that passes the steps on: a progress bar, TensorBoard, a trace."""
 
+import shutil
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -44,8 +45,9 @@ def boarded(steps: Iterable[Step], config: RunConfig) -> Iterator[Step]:
         return
     from torch.utils.tensorboard import SummaryWriter  # a second of imports that other runs need not pay
 
-    last = None
-    with SummaryWriter(Path(config.record.folder) / "tensorboard" / run_id(config)) as writer:
+    folder, last = Path(config.record.folder) / "tensorboard" / run_id(config), None
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier run, whose row is replaced as well
+    with SummaryWriter(folder) as writer:
         for step in steps:
             last = step
             scalars = {

@@ -129,8 +129,10 @@ def test_a_file_that_is_no_row(tmp_path, monkeypatch, capsys, text: str, told: s
     assert told in capsys.readouterr().err
 
 
-def test_only_the_first_joined_rank_tells(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(command, "RANK_0_SPEAKS_S", 0.0)
+def test_rank_0_tells_first(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The others wait, and are ended meanwhile; one that alone has a problem gets to tell it."""
+    waited: list[float] = []
+    monkeypatch.setattr(command.time, "sleep", waited.append)
     names = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
     for name, value in zip(names, ("2", "2", "localhost", "1", "0"), strict=True):
         monkeypatch.setenv(name, value)
@@ -139,7 +141,8 @@ def test_only_the_first_joined_rank_tells(monkeypatch: pytest.MonkeyPatch, capsy
         monkeypatch.setenv("RANK", rank)
         assert exit_status(monkeypatch, "dp.degree=3") == 2
         told.append(capsys.readouterr().err)
-    assert told[0].startswith("1 problem in the config:") and told[1] == ""
+    assert told[0].startswith("1 problem in the config:") and told[1] == f"rank 1:\n{told[0]}"
+    assert waited == [command.RANK_0_SPEAKS_S]
 
 
 def test_an_incomplete_launcher_ends_the_command(monkeypatch, capsys) -> None:

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from research.config import DataConfig, RunConfig, replace
+from research.config import ConfigError, DataConfig, RunConfig, replace
 from research.data.corpus import documents, find, problems
 from research.data.tokens import open_tokens
 
@@ -183,3 +183,11 @@ def test_the_cache_must_be_a_folder(tmp_path: Path) -> None:
     file.touch()
     (found,) = problems(replace(RunConfig(), {"data.cache": str(file)}))
     assert f"data.cache={file} is not a folder" in str(found)
+
+
+def test_a_parquet_file_without_rows_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "none.parquet"
+    parquet.write_table(pa.table({"text": pa.array([], pa.string())}), path)
+    config = replace(RunConfig(), {"data.path": (str(path),), "data.cache": str(tmp_path / "cache")})
+    with pytest.raises(ConfigError, match=r"none.parquet holds no documents"):
+        open_tokens(config.data)

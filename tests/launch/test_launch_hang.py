@@ -7,7 +7,8 @@ import pytest
 
 from research.config import load, replace
 from research.launch.local import RankError, start
-from research.train import loop
+from research.train import loop, metrics
+from research.train import run as run_module
 from research.train.run import run
 
 
@@ -64,3 +65,35 @@ def test_a_thread_that_fails_ends_its_rank(config):
     with pytest.raises(RankError, match="expected str, bytes or os") as caught:
         start(body, 2, config.launch, 20.0)
     assert caught.value.rank == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "where", "what"),
+    [
+        (run_module, "require_alike", "all_gather of start on axis world"),
+        (run_module, "make_row", "all_reduce of expert counts on axis stage"),  # in the step that measures memory
+        (metrics, "_exposed", "all_reduce of expert counts on axis stage"),
+        (metrics, "active_parameters", None),  # after the last collective: nobody waits for it but the farewell
+    ],
+)
+def test_a_rank_that_hangs_before_or_after_training_is_named(config, monkeypatch, module, where, what):
+    real = getattr(module, where)
+    rank = [0]
+
+    def body(place, device):
+        rank[0] = place.rank
+        return run(config, place, device)
+
+    def sleeps(*words):
+        if rank[0] == 1:
+            time.sleep(1000)
+        return real(*words)
+
+    monkeypatch.setattr(module, where, sleeps)
+    config = replace(config, {"train.steps": 2})
+    if what is None:
+        with pytest.raises(TimeoutError, match=r"ranks \[1\] of 3 are not done 8 s after ranks"):
+            start(body, 3, config.launch, 40.0)
+    else:
+        with pytest.raises(RankError, match=rf"{what} .*ranks 1 did not arrive after 3 s"):
+            start(body, 3, config.launch, 40.0)

@@ -117,7 +117,7 @@ def test_a_ratio_needs_one_baseline(rows, make_row):
 
 def test_skipped_steps_and_local_changes_are_told(rows, make_row):
     page = markdown([rows[0], make_row("dp2", dp=2, skipped_steps=3, dirty=True)], "axes")
-    assert "dp2: 3 steps skipped as not finite." in notes(page)
+    assert "dp2: 3 steps skipped." in notes(page)
     assert "0123abc with local changes (dp2)" in page
 
 

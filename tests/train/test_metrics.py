@@ -1,5 +1,6 @@
 """From steps to the numbers of a row, by hand; and ranks that must agree before they train."""
 
+import dataclasses
 import math
 import time
 
@@ -25,9 +26,17 @@ def test_speed_by_hand():
     assert (median, iqr) == (25, 15)  # quartiles 17.5 and 32.5
 
 
-def test_a_run_shorter_than_its_warm_up_is_its_last_step():
-    timed = timed_steps(steps(9000, 10), 5)
-    assert [s.ms for s in timed] == [10] and speed_of(timed) == (pytest.approx(20000), 10, 0)
+def test_what_was_not_measured_is_not_told():
+    """A run that is all warm-up has no speed, one timed step no spread; a traced step is not timed."""
+    assert all(map(math.isnan, speed_of(timed_steps(steps(9000, 10), 5))))
+    speed = speed_of(timed_steps(steps(9000, 10), 1))
+    assert speed[:2] == (pytest.approx(20000), 10) and math.isnan(speed.step_ms_iqr)
+    assert [s.ms for s in timed_steps(steps(9000, 10, 20, 500), 1, profiled=True)] == [10, 20]
+
+
+def test_skipped_steps_train_on_nothing():
+    timed = [dataclasses.replace(s, skipped=s.index == 1) for s in steps(10, 10)]
+    assert speed_of(timed).tokens_per_s == pytest.approx(100 / 0.02)
 
 
 @pytest.fixture
@@ -51,20 +60,20 @@ def test_waits_of_the_warm_up_stay_out(config, monkeypatch):
     assert row.step_ms < 500 and math.isfinite(row.step_ms_iqr)
 
 
-@pytest.mark.parametrize("what", ["config", "text of data.path"])
+@pytest.mark.parametrize("what", ["train.seed", "text of data.path"])
 def test_ranks_that_differ_are_refused(config, monkeypatch, tmp_path, what):
     """Two nodes with other texts behind one path, or other words behind one command."""
 
     def body(place, device):
         mine = config
-        if place.rank == 1 and what == "config":
+        if place.rank == 1 and what == "train.seed":
             mine = replace(config, {"train.seed": 1})
-        if place.rank == 1 and what != "config":
+        if place.rank == 1 and what != "train.seed":
             other = tmp_path / "other.txt"
             other.write_text("another text on this node\n" * 100)
             real = tokens.find
             monkeypatch.setattr(tokens, "find", lambda path: real(str(other)))
         return run.run(mine, place, device)
 
-    with pytest.raises(ConfigError, match=rf"{what} of ranks \[1\] differs from rank 0's"):
+    with pytest.raises(ConfigError, match=rf"{what} of ranks \[1\]=\w+ differs from rank 0's"):
         start(body, 2, config.launch, 60.0)
