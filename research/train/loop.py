@@ -37,6 +37,7 @@ class Step:
     skipped: bool
     ms: float  # without the evaluation
     exposed_ms: Mapping[str, float]  # of which this rank waited, by axis
+    choices: Mapping[str, Sequence[int]]  # how often each expert was chosen, by MoE layer of this rank's stage
     eval_loss: float | None = None  # of the held-out text after this step, where it was evaluated
 
 
@@ -58,6 +59,7 @@ class Trainer:
         self.storage = Storage(self.built, config.train, device)
         self.actions = one_stage(config.train.microbatches)
         self.skipped_in_a_row = 0
+        self.choices: dict[str, Tensor] = {}  # of the last step, by MoE layer (E,)
 
     def backward(self, microbatches: Sequence[Batch]) -> Sums:
         """Forward and backward of one step's global microbatches."""
@@ -91,7 +93,7 @@ class Trainer:
             numbers = torch.cat([sums.totals, norm[None]])
             good = numbers.isfinite().all() & (sums.counted > 0)
             self.storage.step(learning_rate(self.config.train, index), norm, good)
-            move_biases(self.built.model, good)
+            self.choices = move_biases(self.built.model, good)
         return numbers
 
     def read(self, index: int, sums: Sums, numbers: Tensor) -> tuple[list[float], bool]:
@@ -136,7 +138,8 @@ def train(trainer: Trainer, batches: GlobalMicrobatches, held_out: HeldOut | Non
             found = trainer.evaluate(held_out)
             begin = time.perf_counter()
         tokens = sum(b.tokens.numel() for b in microbatches)
-        yield Step(index, loss, aux, norm, tokens, not made, ms, exposed, found)
+        choices = {name: counts.tolist() for name, counts in trainer.choices.items()}
+        yield Step(index, loss, aux, norm, tokens, not made, ms, exposed, choices, found)
 
 
 def evaluates(train: TrainConfig, index: int) -> bool:

@@ -24,6 +24,7 @@ from research.models.flops import flops_per_token
 from research.record import Hardware, Row, run_id
 from research.train.loop import Step, Trainer
 from research.train.memory import peak_bytes
+from research.train.optim import max_violation
 
 K = TypeVar("K")
 V = TypeVar("V", int, float)
@@ -71,12 +72,14 @@ def make_row(
     mine = (
         {(k.axis, f"{k.purpose}/{k.op}/{k.phase}"): float(v / len(steps)) for k, v in of_steps.items()},
         _exposed(timed),
+        _choices(steps),
         peak_bytes(trainer, next_batch),  # last, as its step is counted too
     )
-    sent, waits, peaks = zip(*comm.gather_objects(mine, trainer.world, "row"), strict=True)
+    sent, waits, chosen, peaks = zip(*comm.gather_objects(mine, trainer.world, "row"), strict=True)
     comm_bytes: dict[str, dict[str, float]] = {}
     for (axis, label), value in _largest(sent).items():
         comm_bytes.setdefault(axis, {})[label] = value
+    choices = {name: counts for of_rank in chosen for name, counts in of_rank.items()}  # alike where ranks share layers
     causal = config.record.causal_flops
     flops = flops_per_token(config.model, built.specs, config.data.sequence, causal)
     speed = speed_of(timed)
@@ -114,8 +117,16 @@ def make_row(
         rank_peak_bytes=[sum(p.values()) for p in peaks],
         comm_bytes=comm_bytes,
         exposed_comm_ms=_largest(waits),
+        expert_choices=choices,
+        max_violation={name: max_violation(counts) for name, counts in choices.items()},
         **_evaluations(steps, held_out),
     )
+
+
+def _choices(steps: Sequence[Step]) -> dict[str, list[int]]:
+    """How often each expert was chosen over all steps, by MoE layer of this rank's stage."""
+    names = steps[-1].choices
+    return {name: [sum(each) for each in zip(*(s.choices[name] for s in steps), strict=True)] for name in names}
 
 
 class Evaluations(TypedDict, total=False):

@@ -21,16 +21,25 @@ def adamw(config: TrainConfig, parameters: Sequence[tuple[Tensor, bool]]) -> tor
 
 
 @torch.no_grad()
-def move_biases(model: nn.Module, good: Tensor) -> None:
+def move_biases(model: nn.Module, good: Tensor) -> dict[str, Tensor]:
     """An expert that was chosen less than the mean in this step becomes easier to choose, and the other way round, by
-    `bias_rate` (Wang et al. 2024, algorithm 1), where the step is `good`. Counts are global: all ranks do the same."""
-    for layer in model.modules():
-        if isinstance(layer, MoE):
-            if layer.c.bias_rate and layer.counted:
-                counts = torch.stack(layer.counted).sum(0)
+    `bias_rate` (Wang et al. 2024, algorithm 1), where the step is `good`. Counts are global: all ranks do the same.
+
+    Returns how often each expert was chosen in the step (E,), by MoE layer, with and without biases."""
+    choices = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, MoE) and layer.counted:
+            choices[name.removesuffix(".ffn")] = counts = torch.stack(layer.counted).sum(0)
+            layer.counted.clear()
+            if layer.c.bias_rate:
                 missing = counts.sum() - counts * len(counts)  # E times (mean - count): an integer, so that 0 is 0
                 layer.bias.add_(missing.sign() * good, alpha=layer.c.bias_rate)
-            layer.counted.clear()
+    return choices
+
+
+def max_violation(choices: Sequence[int]) -> float:
+    """How far the busiest expert is above the mean, as a share of it (MaxVio of Wang et al. 2024, eq. 4)."""
+    return max(choices) * len(choices) / sum(choices) - 1
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from research.config import RunConfig, flat, to_mapping
 from research.record import run_id
 from research.train.loop import Step
-from research.train.optim import learning_rate
+from research.train.optim import learning_rate, max_violation
 
 EVERY_S = 10.0  # between two lines where there is no terminal
 
@@ -58,6 +58,9 @@ def boarded(steps: Iterable[Step], config: RunConfig) -> Iterator[Step]:
                 "speed/tokens_per_s": step.tokens / step.ms * 1e3,
                 "speed/step_ms": step.ms,
             }
+            for name, counts in step.choices.items():
+                scalars[f"routing/{name}/max_violation"] = max_violation(counts)
+                scalars[f"routing/{name}/idle_experts"] = counts.count(0)
             if step.eval_loss is not None:
                 scalars["loss/held_out"] = step.eval_loss
             for name, value in scalars.items():

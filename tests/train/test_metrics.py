@@ -15,7 +15,7 @@ from research.train.metrics import speed_of, timed_steps
 
 
 def steps(*ms: float) -> list[Step]:
-    return [Step(i, 1.0, 0.0, 1.0, 100 * (i + 1), False, m, {"dp": m / 10}) for i, m in enumerate(ms)]
+    return [Step(i, 1.0, 0.0, 1.0, 100 * (i + 1), False, m, {"dp": m / 10}, {}) for i, m in enumerate(ms)]
 
 
 def test_speed_by_hand():
