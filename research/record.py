@@ -68,7 +68,7 @@ class Row:
     tflops_per_rank: float  # reached
     mfu: float | None  # that over `record.peak_tflops`; None where no peak is stated
     peak_bytes: dict[str, int]  # by category, in the fullest moment of a step, of the rank that needs most
-    rank_peak_bytes: list[int]  # of every rank
+    rank_peak_bytes: list[dict[str, int]]  # the same of every rank
     comm_bytes: dict[str, dict[str, float]]  # axis -> purpose/op/phase -> bytes a rank receives in one step, largest
     exposed_comm_ms: dict[str, float]  # axis -> time in which compute stands still for it in one step, largest
     evals: list[list[float]] = field(default_factory=list)  # [steps made, loss of the held-out text] of each evaluation

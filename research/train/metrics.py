@@ -114,7 +114,7 @@ def make_row(
         tflops_per_rank=tflops,
         mfu=tflops / config.record.peak_tflops if config.record.peak_tflops else None,
         peak_bytes=max(peaks, key=lambda p: sum(p.values())),
-        rank_peak_bytes=[sum(p.values()) for p in peaks],
+        rank_peak_bytes=list(peaks),
         comm_bytes=comm_bytes,
         exposed_comm_ms=_largest(waits),
         expert_choices=choices,

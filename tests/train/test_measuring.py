@@ -162,7 +162,9 @@ def test_every_rank_counts_a_token_once(config):
     row = rows[0]
     assert row.tflops_per_rank == pytest.approx(row.flops_per_token * row.tokens_per_s / 2 / 1e12)
     assert row.mfu == pytest.approx(row.tflops_per_rank / 0.5)
-    assert len(row.rank_peak_bytes) == 2 and max(row.rank_peak_bytes) == sum(row.peak_bytes.values())
+    assert len(row.rank_peak_bytes) == 2 and row.peak_bytes in row.rank_peak_bytes
+    assert all(sum(p.values()) <= sum(row.peak_bytes.values()) for p in row.rank_peak_bytes)
+    assert all(p["gradients"] == 4 * row.parameters for p in row.rank_peak_bytes)
     assert set(row.exposed_comm_ms) == {"dp", "stage", "world"}
     assert row.comm_bytes["dp"] == {"gradients/all_reduce/BW": 4 * row.parameters}, "the measured step is not counted"
 
