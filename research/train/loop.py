@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -138,8 +138,14 @@ def train(trainer: Trainer, batches: GlobalMicrobatches, held_out: HeldOut | Non
             found = trainer.evaluate(held_out)
             begin = time.perf_counter()
         tokens = sum(b.tokens.numel() for b in microbatches)
-        choices = {name: counts.tolist() for name, counts in trainer.choices.items()}
+        choices = dict(zip(trainer.choices, read_counts(trainer.choices.values()), strict=True))
         yield Step(index, loss, aux, norm, tokens, not made, ms, exposed, choices, found)
+
+
+def read_counts(counts: Iterable[Tensor]) -> list[list[int]]:
+    """Counts (E,) of all layers on the host by one copy: one a layer would be a sync for each."""
+    layers = list(counts)
+    return torch.stack(layers).tolist() if layers else []
 
 
 def evaluates(train: TrainConfig, index: int) -> bool:

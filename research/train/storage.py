@@ -137,8 +137,8 @@ class Storage:
                 square += bucket.flat.square().sum()
         return comm.all_reduce_(square, self.built.mesh.group("world"), "gradient norm").sqrt()
 
-    def step(self, lr: float, norm: Tensor, finite: Tensor) -> None:
-        """Clip, step where `finite` (decided on the device, so that the host need not wait), and clear gradients."""
+    def step(self, lr: float, norm: Tensor, good: Tensor) -> None:
+        """Clip, step where `good` (decided on the device, so that the host need not wait), and clear gradients."""
         if self.config.clip > 0:
             scale = (self.config.clip / norm).clamp(max=1.0)
             for bucket in self.buckets:
@@ -148,7 +148,7 @@ class Storage:
         for held in self.held.values():
             held.master.grad = held.grad
         # The fused kernel skips on the device where this is not 0: what torch's GradScaler relies on.
-        self.optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
+        self.optimizer.found_inf = (~good).float()  # type: ignore[attr-defined]
         self.optimizer.step()
         for held in self.held.values():
             if held.used.dtype != held.master.dtype:
