@@ -1,7 +1,7 @@
 """Tokenise a corpus with every tokenizer and say what each makes of it.
 
-    python -m experiments.corpus experiments/configs/small.yaml
-    python -m experiments.corpus data.path=[notes,papers.jsonl] data.tokenizer=tokenizer.json
+python -m experiments.corpus experiments/configs/small.yaml
+python -m experiments.corpus data.path=[notes,papers.jsonl] data.tokenizer=tokenizer.json
 """
 
 import math

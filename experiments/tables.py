@@ -1,8 +1,8 @@
 """Write and print the tables and figures of a results folder.
 
-    python -m experiments.tables                                        # every ablation with rows in results/rows
-    python -m experiments.tables results/reference/quickstart
-    python -m experiments.tables results quickstart                     # only this ablation; "runs" are the others
+python -m experiments.tables                                        # every ablation with rows in results/rows
+python -m experiments.tables results/reference/quickstart
+python -m experiments.tables results quickstart                     # only this ablation; "runs" are the others
 """
 
 import sys

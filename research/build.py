@@ -64,7 +64,11 @@ def wired(config: RunConfig, mesh: Mesh) -> seams.Seams:
     if mesh.stage_ranks > 1:
         # No axis owns counts, they span several. Repeated tokens count repeatedly, also in each term's denominator.
         stage, sample = mesh.group("stage"), mesh.group("sample")
-        claims["build"] = {"count": summed(seams.count, stage), "count_each": summed(seams.count_each, sample)}
+        claims["build"] = {
+            "count": summed(seams.count, stage),
+            "count_each": summed(seams.count_each, sample),
+            "assemble": assembled(stage),
+        }
     return seams.wire(seams.one_device(products, flash=config.train.kernel == "flash"), claims)
 
 
@@ -76,6 +80,16 @@ def summed(counting: Callable[[Tensor, int], Tensor], group: Group) -> seams.Sea
         return comm.all_reduce_(counting(ids, n_experts), group, "expert counts")
 
     return count
+
+
+def assembled(group: Group) -> seams.Seam:
+    """Values of all tokens: the largest of what each rank knows, or zero, so that any cut of tokens is right, an uneven
+    one and one with copies, too."""
+
+    def assemble(values: Tensor, numbers: Tensor, whole: int) -> Tensor:
+        return comm.all_reduce_(seams.assemble(values, numbers, whole), group, "expert choices", comm.MAX)
+
+    return assemble
 
 
 def padded_values(

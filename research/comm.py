@@ -13,7 +13,7 @@ from torch.profiler import record_function
 
 from research.mesh import Group
 
-SUM = dist.ReduceOp.SUM
+SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
 T = TypeVar("T")
 
 

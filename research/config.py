@@ -99,6 +99,12 @@ class ModelConfig:
     expert_groups: int = key(1, "groups of neighbouring experts, of which a token enters top_groups", at_least=1)
     top_groups: int = key(1, "groups that a token may enter: those with the best scores", at_least=1)
     group_best: int = key(1, "best experts whose scores add up to the score of a group", at_least=1)
+    capacity: float = key(
+        0.0, "choices that an expert takes of a global microbatch, over its even share; 0: all (dropless)", at_least=0
+    )
+    drop_by: Literal["position", "score"] = key(
+        "position", "what a full expert drops: the last tokens, or those with the least routing weight"
+    )
     balance: float = key(0.01, "weight of the load-balance loss (Switch Transformer, eq. 4)", at_least=0)
     balance_scope: Literal["batch", "sequence"] = key(
         "batch", "the balance loss is one over the global microbatch, or the mean of one over each sample"

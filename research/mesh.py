@@ -82,9 +82,7 @@ class Mesh:
     made for this rank alone, under the fake process group, so that one process can stand for any rank of any world.
     """
 
-    def __init__(
-        self, sizes: Mapping[str, int], rank: int = 0, fake: bool = False, timeout_s: float = 300.0
-    ) -> None:
+    def __init__(self, sizes: Mapping[str, int], rank: int = 0, fake: bool = False, timeout_s: float = 300.0) -> None:
         full = {axis: sizes.get(axis, 1) for axis in ("pp", "dp", "cp", "tp", "ep", "etp")}
         self.stage_ranks = full["dp"] * full["cp"] * full["tp"]
         folded = full["ep"] * full["etp"]

@@ -75,6 +75,7 @@ class Row:
     eval_loss: float | None = None  # of the last evaluation, nats per counted token
     perplexity: float | None = None  # exp(eval_loss)
     expert_choices: dict[str, list[int]] = field(default_factory=dict)  # MoE layer -> of each expert, over all steps
+    dropped_choices: dict[str, list[int]] = field(default_factory=dict)  # of these, beyond the experts' capacity
     max_violation: dict[str, float] = field(default_factory=dict)  # MoE layer -> busiest expert over the mean, less 1
     bits_per_byte: float | None = None  # of the held-out text; None where token files do not tell its bytes
 

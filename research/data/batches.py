@@ -104,4 +104,6 @@ def _batch(
     follows = (documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] >= 0)
     targets = np.where(follows, ids[:, 1:], NOT_COUNTED)
     positions = np.tile(np.arange(sequence), (len(ids), 1))
-    return Batch(*(torch.tensor(array) for array in (ids[:, :-1], targets, positions, documents[:, :-1])))
+    arrays = (ids[:, :-1], targets, positions, documents[:, :-1])
+    tokens, follow, places_in_sample, of_document = map(torch.tensor, arrays)
+    return Batch(tokens, follow, places_in_sample, of_document)

@@ -69,9 +69,7 @@ class Mixture:
         # Until time t, t to t + K samples have been asked for, less the shifts: all before t come before `first`.
         low = [self._asked(k, first - n) for k in range(n)]
         high = [self._asked(k, first + count + n) for k in range(n)]
-        asked = sorted(
-            (self._starts[k] + j * self._gaps[k], k, j) for k in range(n) for j in range(low[k], high[k])
-        )
+        asked = sorted((self._starts[k] + j * self._gaps[k], k, j) for k in range(n) for j in range(low[k], high[k]))
         skip = first - sum(low)
         _, sources, numbers = zip(*asked[skip : skip + count], strict=True)
         return np.array(sources), np.array(numbers)

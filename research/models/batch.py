@@ -1,8 +1,10 @@
 """What a model is given: B samples of S tokens, already shifted."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 NOT_COUNTED = -100  # the target of a position that the loss leaves out
@@ -10,13 +12,22 @@ NOT_COUNTED = -100  # the target of a position that the loss leaves out
 
 @dataclass(frozen=True)
 class Batch:
-    """Four int64 tensors of shape (B, S) that are always cut together."""
+    """Int64 tensors of shape (B, S) that are always cut together."""
 
     tokens: Tensor  # input ids
     targets: Tensor  # the id that follows each input, or NOT_COUNTED
     positions: Tensor  # of each token in its whole sample, from 0, whatever documents it holds
     documents: Tensor  # tokens of one sample with the same number are of one document
+    numbers: Tensor | None = None  # of each token in its global microbatch, once that is whole no more
+    whole_tokens: int = 0  # of the global microbatch
 
     def map(self, f: Callable[[Tensor], Tensor]) -> "Batch":
         """The batch with `f` applied to every tensor."""
-        return Batch(f(self.tokens), f(self.targets), f(self.positions), f(self.documents))
+        numbers = None if self.numbers is None else f(self.numbers)
+        cut = (f(self.tokens), f(self.targets), f(self.positions), f(self.documents))
+        return Batch(*cut, numbers, self.whole_tokens)
+
+    def numbered(self) -> "Batch":
+        """A global microbatch that may now be cut: its tokens carry their numbers, row by row."""
+        numbers = torch.arange(self.tokens.numel()).view_as(self.tokens)
+        return dataclasses.replace(self, numbers=numbers, whole_tokens=self.tokens.numel())

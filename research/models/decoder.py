@@ -50,7 +50,7 @@ class Layer(nn.Module):
         x = self._added(x, self.attention(self.attention_norm(x), at), self.attention_out_norm)
         h = self.ffn_norm(x)
         if isinstance(self.ffn, MoE):
-            y, aux = self.ffn(h, keep)
+            y, aux = self.ffn(h, at, keep)
         else:
             y, aux = self.ffn(h), torch.zeros((), device=x.device)
         return self._added(x, y, self.ffn_out_norm), aux

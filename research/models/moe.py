@@ -4,6 +4,7 @@ B batch, S local sequence, D model, E experts, K top-k, F expert width, T = B*S 
 """
 
 import math
+from fractions import Fraction
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,8 @@ from research.config import ModelConfig
 from research.models.layers import FeedForward, residual_std
 from research.models.params import Block
 from research.models.recompute import Keep
+from research.models.rope import Places
+from research.models.seams import count
 
 TINY = 1e-20  # sigmoids may all underflow: such a token has weights of 0, not of 0/0
 
@@ -24,8 +27,8 @@ class MoE(Block):
     parts of all ranks add up to the loss of one device.
 
     `bias` (E,) is added to scores where experts are chosen, and never to weights: no gradient reaches it. The optimizer
-    step moves it (`move_biases` in train/optim.py) by `counted`, the choices (E,) in each global microbatch since the
-    last one.
+    step moves it (`move_biases` in train/optim.py) by `counted`: (2, E) for each global microbatch since the last one,
+    how often each expert was chosen, and how many of these choices its capacity dropped.
     """
 
     router: nn.Parameter
@@ -47,30 +50,55 @@ class MoE(Block):
         self.param("w_down", expert=E, dim=D, expert_ffn=width, std=residual_std(c))
         self.shared = FeedForward(c, c.shared_experts * width) if c.shared_experts else None
 
-    def forward(self, x: Tensor, keep: Keep) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, at: Places, keep: Keep) -> tuple[Tensor, Tensor]:
         tokens = x.flatten(0, 1)
         # Scores are compared in the router's own precision: in bfloat16 close ones tie and pick other experts.
         logits = F.linear(tokens.to(self.router.dtype), self.router)
         scores = logits.softmax(-1) if self.c.router_score == "softmax" else logits.sigmoid()
         ids = keep(lambda: choose(scores.detach() + self.bias if self.c.bias_rate else scores.detach(), self.c))
-        counts = keep(lambda: self.count(ids))
+        counts = keep(lambda: self.count(ids, at.whole_tokens))
         weights = scores.gather(-1, ids)
         if self.c.normalize_weights:
             weights = weights / (weights.sum(-1, keepdim=True) + TINY)
         weights = weights * self.c.weight_scale
+        aux = self.auxiliary(logits, scores, counts, keep(lambda: self.share(ids.unflatten(0, x.shape[:2]), counts)))
+        if self.c.capacity:
+            kept = keep(lambda: self.kept(ids, weights.detach(), at))
+            ids, weights = ids.where(kept, self.c.experts), weights * kept
         y, shared = self.seams.experts(
-            tokens, ids, weights, self.c.experts, self.routed, lambda: self.shared(x) if self.shared else None
+            tokens,
+            ids,
+            weights,
+            self.c.experts,
+            self.routed,
+            lambda: self.shared(x) if self.shared else None,
+            drops=self.c.capacity > 0,
         )
         y = y.view_as(x)
-        aux = self.auxiliary(logits, scores, counts, keep(lambda: self.share(ids.unflatten(0, x.shape[:2]), counts)))
         return y if shared is None else y + shared, aux
 
-    def count(self, ids: Tensor) -> Tensor:
+    def count(self, ids: Tensor, whole_tokens: int) -> Tensor:
         """ids (T, K) -> choices in the global microbatch (E,), remembered for the optimizer step but in evaluations."""
         counts = self.seams.count(ids, self.c.experts)
         if torch.is_grad_enabled():
-            self.counted.append(counts)
+            room = capacity(self.c, whole_tokens) if self.c.capacity else counts
+            self.counted.append(torch.stack([counts, (counts - room).clamp(min=0)]))
         return counts
+
+    def kept(self, ids: Tensor, weights: Tensor, at: Places) -> Tensor:
+        """ids and weights (T, K) -> the choices (T, K) that find room. All ranks decide on those of the whole global
+        microbatch, so that a layout drops what one device drops."""
+        assert at.numbers is not None, "a batch is numbered before it is cut"
+        numbers = self.seams.residual(at.numbers).flatten()
+        ids = self.seams.assemble(ids, numbers, at.whole_tokens)
+        if self.c.drop_by == "score":
+            # Tokens with one history have one weight, which float64 tells apart by how a layout rounds: then number
+            # decides.
+            weights = self.seams.assemble(weights.float(), numbers, at.whole_tokens)
+            first = weights.flatten().argsort(descending=True, stable=True)
+        else:
+            first = torch.arange(ids.numel(), device=ids.device)
+        return within_capacity(ids, first, self.c.experts, capacity(self.c, at.whole_tokens))[numbers]
 
     def share(self, ids: Tensor, counts: Tensor) -> Tensor:
         """ids (B, S, K) -> each expert's share f of the choices that the balance loss is about: (1, E) of the global
@@ -96,6 +124,21 @@ class MoE(Block):
         balance = self.c.experts * (share * scores.unflatten(0, (len(share), -1)).sum(1)).sum() / tokens
         z = logits.logsumexp(-1).square().sum() / tokens
         return self.c.balance * balance + self.c.z_loss * z
+
+
+def capacity(c: ModelConfig, tokens: int) -> int:
+    """Choices that one expert takes of a global microbatch of so many tokens (GShard, section 3.2; Switch Transformer,
+    eq. 3): a multiple of its even share, rounded up."""
+    return math.ceil(Fraction(str(c.capacity)) * tokens * c.top_k / c.experts)
+
+
+def within_capacity(ids: Tensor, first: Tensor, n_experts: int, room: int) -> Tensor:
+    """ids (T, K), the order (T*K,) in which choices are served -> whether each is among the first `room` of its expert
+    (T, K)."""
+    order = first[ids.flatten()[first].argsort(stable=True)]  # by expert, then as served
+    counts = count(ids, n_experts)
+    place = torch.arange(len(order), device=ids.device) - (counts.cumsum(0) - counts)[ids.flatten()[order]]
+    return torch.empty_like(place, dtype=torch.bool).scatter_(0, order, place < room).view_as(ids)
 
 
 def choose(scores: Tensor, c: ModelConfig) -> Tensor:

@@ -21,7 +21,7 @@ class Rotary(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where the tokens of a batch stand: what attention needs to know beside their content.
+    """Where the tokens of a batch stand: what a layer needs to know beside their content.
 
     Positions go on over the boundaries of documents: RoPE sees distances only, so that a document that sees nothing
     else is the same from 0 as from anywhere (the families restart nothing in training either: Llama 3, section 3.2,
@@ -31,11 +31,14 @@ class Places(NamedTuple):
     positions: Tensor  # (B, S)
     documents: Tensor | None  # (B, S), where a token sees its own document only
     rotary: Rotary
+    numbers: Tensor | None  # (B, S) in the global microbatch, where experts have a capacity
+    whole_tokens: int  # of the global microbatch
 
 
 def places(batch: Batch, c: ModelConfig, dtype: torch.dtype) -> Places:
     documents = batch.documents if c.document_mask else None
-    return Places(batch.positions, documents, rotary(batch.positions, c, dtype))
+    numbers = batch.numbers if c.capacity else None
+    return Places(batch.positions, documents, rotary(batch.positions, c, dtype), numbers, batch.whole_tokens)
 
 
 def rotary(positions: Tensor, c: ModelConfig, dtype: torch.dtype) -> Rotary:

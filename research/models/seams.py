@@ -45,19 +45,33 @@ def attend(
 
 
 def experts(
-    x: Tensor, ids: Tensor, weights: Tensor, n_experts: int, routed: Routed, shared: Callable[[], Tensor | None]
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    n_experts: int,
+    routed: Routed,
+    shared: Callable[[], Tensor | None],
+    drops: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """x (T, D), ids and weights (T, K) -> weighted sum of the chosen experts (T, D), and what `shared()` returns."""
+    """x (T, D), ids and weights (T, K) -> weighted sum of the chosen experts (T, D), and what `shared()` returns. Where
+    it `drops`, a choice of `n_experts` goes nowhere and adds nothing."""
     rows, counts, order = sort_by_expert(x, ids, n_experts)
-    y = routed(rows, counts)
+    # How many rows are left is known on the device only: of all paths on one device this one alone makes the host wait.
+    y = within(int(counts.sum()), rows, lambda kept: routed(kept, counts)) if drops else routed(rows, counts)
     return combine(y, order, weights), shared()
 
 
+def within(kept: int, rows: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
+    """rows (N, D) -> f of the first `kept`, zeros for those after them."""
+    return torch.cat([f(rows[:kept]), torch.zeros_like(rows[kept:])])
+
+
 def sort_by_expert(x: Tensor, ids: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x (T, D), ids (T, K) -> rows (T*K, D) in expert order, rows per expert (E,), the order (T*K,)."""
+    """x (T, D), ids (T, K) -> rows (T*K, D) in expert order, dropped ones last; kept rows per expert (E,); the order
+    (T*K,)."""
     order = ids.flatten().argsort(stable=True)
     rows = permute(x, order // ids.shape[1], inverse(order), copies=ids.shape[1])
-    return rows, count(ids, n_experts), order
+    return rows, count(ids, n_experts + 1)[:n_experts], order
 
 
 def combine(y: Tensor, order: Tensor, weights: Tensor) -> Tensor:
@@ -91,6 +105,17 @@ def count_each(ids: Tensor, n_experts: int) -> Tensor:
     return zeros.scatter_add_(1, flat, torch.ones_like(flat))
 
 
+def assemble(values: Tensor, numbers: Tensor, whole: int) -> Tensor:
+    """values (T, K), none below 0, of the tokens with these numbers (T,) -> (whole, K) of all tokens of the global
+    microbatch, by number. No gradient."""
+    return torch.zeros(whole, values.shape[1], dtype=values.dtype, device=values.device).index_copy_(0, numbers, values)
+
+
+def residual(t: Tensor) -> Tensor:
+    """(B, S) of each token of the batch -> (B, S') of those whose residual stream is here."""
+    return t
+
+
 def normalize(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm of x (B, S, H*h) with weight (H*h,), over all heads. As a seam: over those of other ranks, too."""
     return F.rms_norm(x, weight.shape, weight, eps)
@@ -109,6 +134,8 @@ class Seams:
     cross_entropy: Callable[[Tensor, Tensor, Tensor], Tensor] = cross_entropy
     count: Callable[[Tensor, int], Tensor] = count
     count_each: Callable[[Tensor, int], Tensor] = count_each
+    assemble: Callable[[Tensor, Tensor, int], Tensor] = assemble
+    residual: Callable[[Tensor], Tensor] = residual
     normalize: Callable[[Tensor, Tensor, float], Tensor] = normalize
 
 

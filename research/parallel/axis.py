@@ -41,6 +41,7 @@ def problems(config: RunConfig) -> Iterator[Problem]:
 
 def cut_batch(batch: Batch, mesh: Mesh) -> Batch:
     """This rank's part of a global microbatch."""
+    batch = batch.numbered()
     for axis in AXES:
         batch = axis.cut_batch(batch, mesh)
     return batch

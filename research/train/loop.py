@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,6 +25,13 @@ MOST_SKIPPED = 100  # non-finite steps in a row
 GlobalMicrobatches = Callable[[int], Sequence[Batch]]  # step -> the global microbatches of that step
 
 
+class Load(NamedTuple):
+    """What one MoE layer's experts were given in a step, by expert."""
+
+    choices: Sequence[int]  # how often it was chosen
+    dropped: Sequence[int]  # of these, beyond its capacity
+
+
 @dataclass(frozen=True)
 class Step:
     """One optimizer step, the same on every rank."""
@@ -37,7 +44,7 @@ class Step:
     skipped: bool
     ms: float  # without the evaluation
     exposed_ms: Mapping[str, float]  # of which this rank waited, by axis
-    choices: Mapping[str, Sequence[int]]  # how often each expert was chosen, by MoE layer of this rank's stage
+    loads: Mapping[str, Load]  # by MoE layer of this rank's stage
     eval_loss: float | None = None  # of the held-out text after this step, where it was evaluated
 
 
@@ -59,7 +66,7 @@ class Trainer:
         self.storage = Storage(self.built, config.train, device)
         self.actions = one_stage(config.train.microbatches)
         self.skipped_in_a_row = 0
-        self.choices: dict[str, Tensor] = {}  # of the last step, by MoE layer (E,)
+        self.loads: dict[str, Tensor] = {}  # of the last step, by MoE layer: chosen and dropped (2, E)
 
     def backward(self, microbatches: Sequence[Batch]) -> Sums:
         """Forward and backward of one step's global microbatches."""
@@ -93,7 +100,7 @@ class Trainer:
             numbers = torch.cat([sums.totals, norm[None]])
             good = numbers.isfinite().all() & (sums.counted > 0)
             self.storage.step(learning_rate(self.config.train, index), norm, good)
-            self.choices = move_biases(self.built.model, good)
+            self.loads = move_biases(self.built.model, good)
         return numbers
 
     def read(self, index: int, sums: Sums, numbers: Tensor) -> tuple[list[float], bool]:
@@ -138,14 +145,13 @@ def train(trainer: Trainer, batches: GlobalMicrobatches, held_out: HeldOut | Non
             found = trainer.evaluate(held_out)
             begin = time.perf_counter()
         tokens = sum(b.tokens.numel() for b in microbatches)
-        choices = dict(zip(trainer.choices, read_counts(trainer.choices.values()), strict=True))
-        yield Step(index, loss, aux, norm, tokens, not made, ms, exposed, choices, found)
+        yield Step(index, loss, aux, norm, tokens, not made, ms, exposed, read_loads(trainer.loads), found)
 
 
-def read_counts(counts: Iterable[Tensor]) -> list[list[int]]:
-    """Counts (E,) of all layers on the host by one copy: one a layer would be a sync for each."""
-    layers = list(counts)
-    return torch.stack(layers).tolist() if layers else []
+def read_loads(loads: Mapping[str, Tensor]) -> dict[str, Load]:
+    """Those of all layers on the host by one copy: one a layer would be a sync for each."""
+    layers = torch.stack(list(loads.values())).tolist() if loads else []
+    return {name: Load(*load) for name, load in zip(loads, layers, strict=True)}
 
 
 def evaluates(train: TrainConfig, index: int) -> bool:

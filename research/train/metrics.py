@@ -4,7 +4,7 @@ import math
 import platform
 import statistics
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -22,7 +22,7 @@ from research.models.batch import Batch
 from research.models.decoder import active_parameters
 from research.models.flops import flops_per_token
 from research.record import Hardware, Row, run_id
-from research.train.loop import Step, Trainer
+from research.train.loop import Load, Step, Trainer
 from research.train.memory import peak_bytes
 from research.train.optim import max_violation
 
@@ -72,14 +72,14 @@ def make_row(
     mine = (
         {(k.axis, f"{k.purpose}/{k.op}/{k.phase}"): float(v / len(steps)) for k, v in of_steps.items()},
         _exposed(timed),
-        _choices(steps),
+        _loads(steps),
         peak_bytes(trainer, next_batch),  # last, as its step is counted too
     )
-    sent, waits, chosen, peaks = zip(*comm.gather_objects(mine, trainer.world, "row"), strict=True)
+    sent, waits, loads, peaks = zip(*comm.gather_objects(mine, trainer.world, "row"), strict=True)
     comm_bytes: dict[str, dict[str, float]] = {}
     for (axis, label), value in _largest(sent).items():
         comm_bytes.setdefault(axis, {})[label] = value
-    choices = {name: counts for of_rank in chosen for name, counts in of_rank.items()}  # alike where ranks share layers
+    load = {name: of_layer for of_rank in loads for name, of_layer in of_rank.items()}  # alike where ranks share layers
     causal = config.record.causal_flops
     flops = flops_per_token(config.model, built.specs, config.data.sequence, causal)
     speed = speed_of(timed)
@@ -117,16 +117,23 @@ def make_row(
         rank_peak_bytes=list(peaks),
         comm_bytes=comm_bytes,
         exposed_comm_ms=_largest(waits),
-        expert_choices=choices,
-        max_violation={name: max_violation(counts) for name, counts in choices.items()},
+        expert_choices={name: list(each.choices) for name, each in load.items()},
+        dropped_choices={name: list(each.dropped) for name, each in load.items()} if config.model.capacity else {},
+        max_violation={name: max_violation(each.choices) for name, each in load.items()},
         **_evaluations(steps, held_out),
     )
 
 
-def _choices(steps: Sequence[Step]) -> dict[str, list[int]]:
-    """How often each expert was chosen over all steps, by MoE layer of this rank's stage."""
-    names = steps[-1].choices
-    return {name: [sum(each) for each in zip(*(s.choices[name] for s in steps), strict=True)] for name in names}
+def _loads(steps: Sequence[Step]) -> dict[str, Load]:
+    """What experts were given over all steps, by MoE layer of this rank's stage."""
+
+    def total(of_steps: Iterable[Sequence[int]]) -> list[int]:
+        return [sum(each) for each in zip(*of_steps, strict=True)]
+
+    return {
+        name: Load(total(s.loads[name].choices for s in steps), total(s.loads[name].dropped for s in steps))
+        for name in steps[-1].loads
+    }
 
 
 class Evaluations(TypedDict, total=False):

@@ -25,16 +25,18 @@ def move_biases(model: nn.Module, good: Tensor) -> dict[str, Tensor]:
     """An expert that was chosen less than the mean in this step becomes easier to choose, and the other way round, by
     `bias_rate` (Wang et al. 2024, algorithm 1), where the step is `good`. Counts are global: all ranks do the same.
 
-    Returns how often each expert was chosen in the step (E,), by MoE layer, with and without biases."""
-    choices = {}
+    Returns how often each expert was chosen in the step and how many of these choices it dropped (2, E), by MoE layer,
+    with and without biases."""
+    loads = {}
     for name, layer in model.named_modules():
         if isinstance(layer, MoE) and layer.counted:
-            choices[name.removesuffix(".ffn")] = counts = torch.stack(layer.counted).sum(0)
+            loads[name.removesuffix(".ffn")] = load = torch.stack(layer.counted).sum(0)
             layer.counted.clear()
+            counts = load[0]
             if layer.c.bias_rate:
                 missing = counts.sum() - counts * len(counts)  # E times (mean - count): an integer, so that 0 is 0
                 layer.bias.add_(missing.sign() * good, alpha=layer.c.bias_rate)
-    return choices
+    return loads
 
 
 def max_violation(choices: Sequence[int]) -> float:

@@ -58,9 +58,11 @@ def boarded(steps: Iterable[Step], config: RunConfig) -> Iterator[Step]:
                 "speed/tokens_per_s": step.tokens / step.ms * 1e3,
                 "speed/step_ms": step.ms,
             }
-            for name, counts in step.choices.items():
-                scalars[f"routing/{name}/max_violation"] = max_violation(counts)
-                scalars[f"routing/{name}/idle_experts"] = counts.count(0)
+            for name, load in step.loads.items():
+                scalars[f"routing/{name}/max_violation"] = max_violation(load.choices)
+                scalars[f"routing/{name}/idle_experts"] = load.choices.count(0)
+                if config.model.capacity:
+                    scalars[f"routing/{name}/dropped_choices"] = sum(load.dropped)
             if step.eval_loss is not None:
                 scalars["loss/held_out"] = step.eval_loss
             for name, value in scalars.items():

@@ -96,4 +96,3 @@ def test_far_steps_are_exact() -> None:
 def test_the_seed_moves_the_mixture() -> None:
     runs = {tuple(Mixture([0.5, 0.3, 0.2], seed).samples(0, 30)[0].tolist()) for seed in range(10)}
     assert len(runs) > 5
-

@@ -76,6 +76,17 @@ def best_experts(scores, c):
     return sorted(inside, key=lambda e: -scores[e])[: c.top_k]
 
 
+def served(wishes, tokens, c):
+    """The (expert, weight) of each token that no full expert turned away."""
+    room = math.ceil(c.capacity * tokens * c.top_k / c.experts) if c.capacity else tokens
+    left, taken = [room] * c.experts, [[] for _ in range(tokens)]
+    for i, e, weight in sorted(wishes, key=lambda w: -w[2].item()) if c.drop_by == "score" else wishes:
+        if left[e]:
+            left[e] -= 1
+            taken[i].append((e, weight))
+    return taken
+
+
 def loss_by_hand(p, c, batch):
     """Sum of cross-entropy and auxiliary loss: one sequence, one head, one expert, one token at a time."""
     total, aux = 0.0, 0.0
@@ -104,15 +115,19 @@ def loss_by_hand(p, c, batch):
         score = 1 / (1 + torch.exp(-logits)) if c.router_score == "sigmoid" else logits.softmax(-1)
         bias = w.get("ffn.bias", torch.zeros(c.experts))
         chosen = torch.zeros(len(xs), c.experts, dtype=torch.float64)
-        rows = []
-        for i, (t, s, logit) in enumerate(zip(tokens, score, logits, strict=True)):
+        rows, wishes = [], []
+        for i, (s, logit) in enumerate(zip(score, logits, strict=True)):
             best = best_experts((s + bias).tolist(), c)
             weight = s[best]
             if c.normalize_weights:  # of softmax scores: top-k before softmax
                 weight = logit[best].softmax(-1) if c.router_score == "softmax" else weight / weight.sum()
-            y = 0
-            for e, part in zip(best, weight * c.weight_scale, strict=True):
+            wishes += [(i, e, part) for e, part in zip(best, weight * c.weight_scale, strict=True)]
+            for e in best:
                 chosen[i // len(xs[0]), e] += 1
+        taken = served(wishes, len(tokens), c)
+        for i, t in enumerate(tokens):
+            y = torch.zeros_like(t)
+            for e, part in taken[i]:
                 y = y + part * swiglu(t[None], w["ffn.w_gate"][e], w["ffn.w_up"][e], w["ffn.w_down"][e])[0]
             if c.shared_experts:
                 y = y + swiglu(t[None], *(w[f"ffn.shared.{n}"] for n in ("w_gate", "w_up", "w_down")))[0]
@@ -152,6 +167,9 @@ def loss_by_hand(p, c, batch):
         {"model.router_score": "sigmoid", "model.normalize_weights": False, "model.balance_scope": "sequence"},
         {"model.balance_scope": "sequence", "model.bias_rate": 0.1, "model.moe_every": 3},
         {"model.expert_groups": 4, "model.top_groups": 2, "model.group_best": 2, "model.top_k": 3},
+        {"model.capacity": 1.0, "model.bias_rate": 0.1},
+        {"model.capacity": 0.7, "model.drop_by": "score", "model.shared_experts": 0, "train.recompute": "full"},
+        {"model.capacity": 0.01, "model.dense_layers": 0},  # one choice an expert
         {
             "model.router_score": "sigmoid",
             "model.expert_groups": 2,
@@ -166,7 +184,7 @@ def test_loss_and_every_gradient(changes, cuts):
     config = replace(SMALL, changes)
     parameters = {n: p.detach().clone().requires_grad_() for n, p in biased(config).built.model.named_parameters()}
     batch = batch_of(config)
-    parts = [batch.map(lambda t, a=a, b=b: t[a:b]) for a, b in pairwise(cuts)]
+    parts = [batch.map(lambda t, a=a, b=b: t[a:b]).numbered() for a, b in pairwise(cuts)]
     losses, auxes = zip(*(loss_by_hand(parameters, config.model, part) for part in parts), strict=True)
     loss = sum(losses) / int((batch.targets >= 0).sum())
     aux = sum(a * part.tokens.numel() / batch.tokens.numel() for a, part in zip(auxes, parts, strict=True))
@@ -203,6 +221,7 @@ def test_parameters_are_declared_and_counted():
     [
         ("decoder.Layer._added", lambda self, x, y, norm: x + norm(y), {"model.norm": "post"}),
         ("moe.choose", lambda scores, c: scores.topk(c.top_k, -1).indices, {"model.expert_groups": 4}),
+        ("moe.capacity", lambda c, tokens: int(c.capacity * tokens * c.top_k / c.experts), {"model.capacity": 0.7}),
         ("moe.MoE.share", lambda self, ids, n: (n / n.sum()).double()[None], {"model.balance_scope": "sequence"}),
     ],
 )

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from research import build, comm
+from research.models import seams
 from research.train import loop
 from research.train.executor import Denominators
 from research.train.storage import Storage
@@ -34,6 +35,8 @@ GRID = [
     "dp.degree=2 model.expert_groups=4 model.top_groups=2 model.group_best=2 model.bias_rate=0.05 train.recompute=full",
     "dp.degree=2 model.attention=mla model.rotary_dim=4 model.value_dim=12 model.q_latent=24 train.recompute=full",
     "dp.degree=2 model.attention=mla model.rotary_dim=2 model.window=9",
+    "dp.degree=2 model.capacity=1 model.bias_rate=0.05",
+    "dp.degree=3 model.capacity=0.6 model.drop_by=score train.recompute=full",
     "dp.degree=2 model.norm=post",
     "dp.degree=2 model.norm=output",
     "dp.degree=2 model.norm=sandwich",
@@ -79,6 +82,16 @@ def test_planted_local_expert_counts(prove, monkeypatch):
     findings = prove("dp.degree=2")
     assert fails(findings, "gradient")
     assert next(f for f in findings if f.what == "loss" and f.name == "step 0").passed
+
+
+def test_planted_ranks_drop_by_themselves(prove, monkeypatch):
+    """Each rank fills the experts with its own tokens."""
+
+    def alone(group):
+        return lambda values, numbers, whole: seams.assemble(values, numbers, whole).clamp(min=0)
+
+    monkeypatch.setattr(build, "assembled", alone)
+    assert fails(prove("dp.degree=2", "model.capacity=1"), "gradient")
 
 
 def test_planted_bucket_reduced_before_its_last_gradient(prove, monkeypatch):

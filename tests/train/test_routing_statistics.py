@@ -5,6 +5,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from research import build
+from research import config as configs
 from research.config import load
 from research.data.tokens import open_tokens
 from research.launch.local import start
@@ -25,22 +26,26 @@ def run_of(text, folder, *words):
     return config, row
 
 
-def chosen_by_hand(config, monkeypatch):
-    """Choices of each MoE layer over the steps, from the ids themselves."""
+def ids_of(config, monkeypatch):
+    """What each MoE layer chose in each microbatch of all steps: layer -> [(T, K), ..]."""
     seen = []
     real = moe.choose
     monkeypatch.setattr(moe, "choose", lambda scores, c: seen.append(real(scores, c)) or seen[-1])
     trainer, batches = Trainer(config, Mesh({}), CPU), global_batches(config, open_tokens(config.data))
     for step in range(config.train.steps):
         trainer.update(step, trainer.backward(batches.microbatches_of(step)))
-    each = [torch.cat(seen[i::2]).flatten().bincount(minlength=config.model.experts).tolist() for i in range(2)]
-    return dict(zip(("layers.1", "layers.2"), each, strict=True))
+    return {"layers.1": seen[::2], "layers.2": seen[1::2]}
+
+
+def counted(config, ids):
+    return ids.flatten().bincount(minlength=config.model.experts)
 
 
 @pytest.mark.parametrize("words", [(), ("train.recompute=full",)])
 def test_the_row_tells_how_often_each_expert_was_chosen(text, tmp_path, monkeypatch, words):
     config, row = run_of(text, tmp_path, *words)
-    want = chosen_by_hand(config, monkeypatch)
+    ids = ids_of(config, monkeypatch)
+    want = {name: counted(config, torch.cat(each)).tolist() for name, each in ids.items()}
     assert row.expert_choices == want
     sent = 3 * config.train.global_batch * config.data.sequence * config.model.top_k
     assert [sum(c) for c in want.values()] == [sent, sent]
@@ -60,9 +65,23 @@ def test_ranks_tell_the_whole_and_scalars_are_written(text, tmp_path, monkeypatc
     assert wrong.expert_choices != one.expert_choices
 
 
+@pytest.mark.parametrize("order", ["position", "score"])
+def test_dropped_choices_are_those_beyond_the_capacity_of_each_microbatch(text, tmp_path, monkeypatch, order):
+    words = ("model.capacity=1.1", f"model.drop_by={order}", "train.recompute=full")
+    config, row = run_of(text, tmp_path, "dp.degree=2", *words)
+    tokens = config.train.global_batch * config.data.sequence // config.train.microbatches
+    room = -(-11 * tokens * config.model.top_k // (10 * config.model.experts))
+    for name, ids in ids_of(configs.replace(config, {"dp.degree": 1}), monkeypatch).items():
+        assert row.dropped_choices[name] == sum((counted(config, i) - room).clamp(min=0) for i in ids).tolist()
+        assert 0 < sum(row.dropped_choices[name]) < sum(row.expert_choices[name]) / 2
+    board = EventAccumulator(str(tmp_path / "tensorboard" / row.run_id)).Reload()
+    found = sum(e.value for e in board.Scalars("routing/layers.2/dropped_choices"))
+    assert found == sum(row.dropped_choices["layers.2"])
+
+
 def test_a_dense_model_tells_nothing(text, tmp_path):
     _, row = run_of(text, tmp_path, "model.experts=0")
-    assert row.expert_choices == row.max_violation == {}
+    assert row.expert_choices == row.max_violation == row.dropped_choices == {}
 
 
 def test_max_violation():
