@@ -111,6 +111,8 @@ class ModelConfig:
     )
     bias_rate: float = key(0.0, "step of the selection bias that balances without a loss; 0: no bias", at_least=0)
     z_loss: float = key(0.001, "weight of the router z-loss (ST-MoE, eq. 5)", at_least=0)
+    mtp_depth: int = key(0, "depths of multi-token prediction (DeepSeek-V3, section 2.2); 0: none", at_least=0)
+    mtp_weight: float = key(0.3, "weight of the mean of their losses (DeepSeek-V3, eq. 25)", at_least=0)
     tied: bool = key(False, "use the embedding as the head as well")
     document_mask: bool = key(False, "a token sees its own document only; else all that stands before it in its sample")
     rotary_dim: int = key(0, "leading elements of a head that RoPE turns; 0: all", at_least=0)
@@ -331,6 +333,9 @@ class RunConfig:
         """Rules that join keys of two sections; those of an axis are its own."""
         if self.train.kernel == "flash" and self.model.document_mask:
             yield Problem("train.kernel", "flash", "does not know model.document_mask=true", "sdpa, or false")
+        if self.model.mtp_depth >= self.data.sequence:
+            rule = f"leaves no target in a sample of data.sequence={self.data.sequence} tokens at its last depth"
+            yield Problem("model.mtp_depth", self.model.mtp_depth, rule, f"0 to {self.data.sequence - 1}")
 
 
 Check = Callable[[RunConfig], Iterator[Problem]]

@@ -58,7 +58,7 @@ PRESETS: Mapping[str, Preset] = {
         **LATENT, "dim": 5120, "layers": 60, "heads": 128, "q_latent": 1536, "ffn": 12288, "experts": 160, "top_k": 6,
         "expert_ffn": 1536, "shared_experts": 2, "expert_groups": 8, "top_groups": 3, "weight_scale": 16.0,
     },
-    "deepseek_v3": {  # DeepSeek-V3, section 4.2; without its multi-token prediction
+    "deepseek_v3": {  # DeepSeek-V3, section 4.2; its multi-token prediction is model.mtp_depth=1
         **LATENT, "vocab": 129280, "dim": 7168, "layers": 61, "heads": 128, "q_latent": 1536, "ffn": 18432,
         "dense_layers": 3, "experts": 256, "top_k": 8, "expert_ffn": 2048, "shared_experts": 1, "expert_groups": 8,
         "top_groups": 4, "group_best": 2, "router_score": "sigmoid", "normalize_weights": True, "weight_scale": 2.5,

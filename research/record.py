@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from research.config import Problem, RunConfig, Value, flat, to_mapping
 from research.files import write_atomically
@@ -77,6 +77,7 @@ class Row:
     expert_choices: dict[str, list[int]] = field(default_factory=dict)  # MoE layer -> of each expert, over all steps
     dropped_choices: dict[str, list[int]] = field(default_factory=dict)  # of these, beyond the experts' capacity
     max_violation: dict[str, float] = field(default_factory=dict)  # MoE layer -> busiest expert over the mean, less 1
+    mtp_losses: list[list[float]] = field(default_factory=list)  # by depth of multi-token prediction, of every step
     bits_per_byte: float | None = None  # of the held-out text; None where token files do not tell its bytes
 
 
@@ -130,10 +131,12 @@ def _nan_as_null(value: Any) -> Any:
 
 
 def _null_as_nan(kind: Any, value: Any) -> Any:
-    """The way back, where a field is a number or a list of them."""
+    """The way back, where a field is a number, or a list of them or of lists."""
     if kind is float:
         return math.nan if value is None else value
-    return [_null_as_nan(float, v) for v in value] if kind == list[float] else value
+    if get_origin(kind) is list:
+        return [_null_as_nan(get_args(kind)[0], v) for v in value]
+    return value
 
 
 def read(path: str | Path) -> Row:
@@ -146,7 +149,6 @@ def read(path: str | Path) -> Row:
     _require_fields(Hardware, tree["hardware"], path)
     fields = {k: _null_as_nan(kind, tree[k]) for k, kind in get_type_hints(Row).items() if k in tree}
     if fields.get("evals"):  # there was an evaluation, so null is a number that JSON does not know
-        fields["evals"] = [_null_as_nan(list[float], e) for e in fields["evals"]]
         fields |= {k: _null_as_nan(float, fields[k]) for k in ("eval_loss", "perplexity")}
     return Row(**fields | {"hardware": Hardware(**tree["hardware"])})
 

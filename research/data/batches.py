@@ -11,7 +11,7 @@ import torch
 from research.config import ConfigError, Problem
 from research.data.order import Mixture, shuffled
 from research.data.packing import Packed
-from research.models.batch import NOT_COUNTED, Batch
+from research.models.batch import NOT_COUNTED, Ahead, Batch
 
 
 class GlobalBatches:
@@ -30,8 +30,10 @@ class GlobalBatches:
         microbatches: int,
         seed: int,
         weights: Sequence[float] = (),
+        ahead: int = 0,
     ) -> None:
-        """`weights`: share of the samples from each source; () goes by their numbers of samples.
+        """`weights`: share of the samples from each source; () goes by their numbers of samples. `ahead`: depths of
+        multi-token prediction; they change no sample.
 
         Raises ConfigError naming the files where a source holds no sample, or all together not one global batch.
         """
@@ -45,21 +47,24 @@ class GlobalBatches:
             rule = f"needs as many samples, and one of each source: {told}"
             raise ConfigError([Problem("train.global_batch", global_batch, rule, "more text, or shorter samples")])
         self._sources, self._sequence, self._seed = sources, sequence, seed
-        self._global_batch, self._microbatches = global_batch, microbatches
+        self._global_batch, self._microbatches, self._ahead = global_batch, microbatches, ahead
         self._mixture = Mixture(weights or self.samples, seed)
 
     def microbatches_of(self, step: int) -> list[Batch]:
         """Global batch `step` (from 0) as M batches of shape (G/M, S); where M does not divide G, the first have one
-        sample more. The first token of a document is not counted as a target: nothing could predict it.
+        sample more. The first token of a document is not counted as a target: nothing could predict it. Nor are, at
+        depth k of multi-token prediction, the first k + 1 tokens of a document or of a sample.
         """
         sources, numbers = self._mixture.samples(step * self._global_batch, self._global_batch)
         places = np.empty_like(numbers)
         for k in np.unique(sources):
             here = sources == k
             places[here] = shuffled(numbers[here], self.samples[k], self._seed, int(k)) * self._sequence
-        batch = _batch(self._sources, sources, places, self._sequence)
-        whole = (batch.tokens, batch.targets, batch.positions, batch.documents)
-        return [Batch(*parts) for parts in zip(*(t.tensor_split(self._microbatches) for t in whole), strict=True)]
+        batch = _batch(self._sources, sources, places, self._sequence, ahead=self._ahead)
+        return [self._microbatch(batch, m) for m in range(self._microbatches)]
+
+    def _microbatch(self, batch: Batch, number: int) -> Batch:
+        return batch.map(lambda t: t.tensor_split(self._microbatches)[number])
 
 
 class HeldOut:
@@ -93,7 +98,12 @@ class HeldOut:
 
 
 def _batch(
-    sources: Sequence[Packed], numbers: np.ndarray, places: np.ndarray, sequence: int, rows: int | None = None
+    sources: Sequence[Packed],
+    numbers: np.ndarray,
+    places: np.ndarray,
+    sequence: int,
+    rows: int | None = None,
+    ahead: int = 0,
 ) -> Batch:
     """One sample from each (source number, place): a batch of as many rows, filled up to `rows`."""
     ids = np.zeros((rows or len(places), sequence + 1), np.int64)
@@ -101,9 +111,18 @@ def _batch(
     for k in np.unique(numbers):
         here = np.flatnonzero(numbers == k)
         ids[here], documents[here] = sources[k].windows(places[here], sequence + 1)
-    follows = (documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] >= 0)
-    targets = np.where(follows, ids[:, 1:], NOT_COUNTED)
-    positions = np.tile(np.arange(sequence), (len(ids), 1))
-    arrays = (ids[:, :-1], targets, positions, documents[:, :-1])
-    tokens, follow, places_in_sample, of_document = map(torch.tensor, arrays)
-    return Batch(tokens, follow, places_in_sample, of_document)
+    (tokens, targets), *further = (_shifted(ids, documents, k) for k in range(ahead + 1))
+    positions = torch.arange(sequence).repeat(len(ids), 1)
+    depths = tuple(Ahead(*pair) for pair in further)
+    return Batch(tokens, targets, positions, torch.tensor(documents[:, :-1]), ahead=depths)
+
+
+def _shifted(ids: np.ndarray, documents: np.ndarray, by: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(R, S+1) each -> for each of the first S places, the id `by` places further (0 past the end), and the one after
+    that where it is of the same document as the place itself."""
+    length = ids.shape[1] - 1
+    begins = documents[:, :-1]
+    ids, documents = (np.pad(a, ((0, 0), (0, by)), constant_values=c) for a, c in ((ids, 0), (documents, -1)))
+    follows = (documents[:, by + 1 :] == begins) & (begins >= 0)
+    targets = np.where(follows, ids[:, by + 1 :], NOT_COUNTED)
+    return torch.tensor(ids[:, by : by + length]), torch.tensor(targets)

@@ -14,16 +14,24 @@ from research.models.batch import Batch
 from research.models.layers import FeedForward, RMSNorm
 from research.models.mla import LatentAttention
 from research.models.moe import MoE
+from research.models.mtp import Prediction
 from research.models.params import Block, Spec
 from research.models.recompute import Keep, decide, recomputed
 from research.models.rope import Places, places
 
 
 class Output(NamedTuple):
-    """`loss`: cross-entropy summed over counted tokens, nats. `aux`: this rank's part of the auxiliary losses."""
+    """`loss`: cross-entropy summed over counted tokens, nats. `aux`: this rank's part of the auxiliary losses. `ahead`:
+    as `loss`, by depth of multi-token prediction."""
 
     loss: Tensor
     aux: Tensor
+    ahead: tuple[Tensor, ...] = ()
+
+    @property
+    def terms(self) -> tuple[Tensor, ...]:
+        """All of them, in the order of `Denominators.shares`."""
+        return (self.loss, self.aux, *self.ahead)
 
 
 class Layer(nn.Module):
@@ -74,7 +82,8 @@ class Embedding(Block):
 
 
 class Head(Block):
-    """(B, S, D), (B, S) targets -> sum of cross-entropy. A tied head is given the embedding's weight."""
+    """(B, S, D), (B, S) targets -> sum of cross-entropy. A tied head is given the embedding's weight. What it is given
+    has passed `norm`, or that of a depth of multi-token prediction."""
 
     weight: nn.Parameter
 
@@ -85,7 +94,7 @@ class Head(Block):
             self.param("weight", vocab=c.vocab, dim=c.dim, std=c.init_std)
 
     def forward(self, x: Tensor, targets: Tensor, tied: Tensor | None) -> Tensor:
-        return self.seams.cross_entropy(self.norm(x), self.weight if tied is None else tied, targets)
+        return self.seams.cross_entropy(x, self.weight if tied is None else tied, targets)
 
 
 class Decoder(nn.Module):
@@ -97,21 +106,31 @@ class Decoder(nn.Module):
         self.embedding = Embedding(c)
         self.layers = nn.ModuleDict({str(i): Layer(c, i) for i in range(c.layers)})
         self.head = Head(c)
+        depths = range(1, c.mtp_depth + 1)
+        self.mtp = nn.ModuleDict({str(k): Prediction(c, Layer(c, c.layers - 1)) for k in depths})
 
     def forward(self, batch: Batch) -> Output:
+        """A batch without `ahead` (an evaluation) is not predicted further than one token."""
         x = self.embedding(batch.tokens)
         at = places(batch, self.c, x.dtype)
         aux = torch.zeros((), device=x.device, requires_grad=True)
         for layer in self.layers.values():
-            x, part = self._run(layer, x, at)
+            x, part = self._run(layer, at, x)
             aux = aux + part
-        return Output(self.head(x, batch.targets, self.embedding.weight if self.c.tied else None), aux)
+        tied = self.embedding.weight if self.c.tied else None
+        h = self.head.norm(x)
+        loss, losses = self.head(h, batch.targets, tied), []
+        for depth, ahead in zip(self.mtp.values(), batch.ahead, strict=bool(batch.ahead)):
+            h, part = self._run(depth, at, h, self.embedding(ahead.tokens))
+            aux = aux + part
+            losses.append(self.head(h, ahead.targets, tied))
+        return Output(loss, aux, tuple(losses))
 
-    def _run(self, layer: nn.Module, x: Tensor, at: Places) -> tuple[Tensor, Tensor]:
+    def _run(self, layer: nn.Module, at: Places, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         if not self.recompute:
-            out: tuple[Tensor, Tensor] = layer(x, at, decide)
+            out: tuple[Tensor, Tensor] = layer(*inputs, at, decide)
             return out
-        return recomputed(lambda x, keep: layer(x, at, keep), x)
+        return recomputed(lambda keep, *inputs: layer(*inputs, at, keep), *inputs)
 
 
 def is_moe(c: ModelConfig, layer: int) -> bool:

@@ -21,14 +21,15 @@ def flops_per_token(c: ModelConfig, declared: Mapping[str, Spec], sequence: int,
     `causal`; there a layer with a window w counts w - w^2 / 2S seen tokens in place of S / 2.
 
     The input embedding is looked up, not multiplied; a tied one counts as the head. Of the routed experts the chosen
-    ones count. Recompute does not count: the work is the model's, whatever the run does for it.
+    ones count. A depth of multi-token prediction has a layer like the last one, and multiplies with the head once more.
+    Recompute does not count: the work is the model's, whatever the run does for it.
     """
-    matrices = 0
+    matrices = c.mtp_depth * declared["embedding.weight" if c.tied else "head.weight"].numel
     for name, spec in declared.items():
         if len(spec.dims) > 1 and (name != "embedding.weight" or c.tied):
             matrices += spec.numel * c.top_k // c.experts if "expert" in spec.dims else spec.numel
     attention = 0
-    for layer in range(c.layers):
+    for layer in [*range(c.layers), *[c.layers - 1] * c.mtp_depth]:
         window = min(window_of(c, layer) or sequence, sequence)
         seen = Fraction(2 * window * sequence - window**2, 2 * sequence) if causal else sequence
         attention += int(6 * c.heads * (c.head_dim + c.value_width) * seen)

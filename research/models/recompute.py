@@ -1,4 +1,4 @@
-"""Full recompute: keep only a layer's input, run the layer again in backward."""
+"""Full recompute: keep only a layer's inputs, run the layer again in backward."""
 
 from collections.abc import Callable
 from typing import Protocol, TypeVar
@@ -15,7 +15,7 @@ class Keep(Protocol):
     def __call__(self, compute: Callable[[], T]) -> T: ...
 
 
-Layer = Callable[[Tensor, Keep], tuple[Tensor, Tensor]]
+Layer = Callable[..., tuple[Tensor, Tensor]]  # keep, inputs -> output, auxiliary loss
 
 
 def decide(compute: Callable[[], T]) -> T:
@@ -38,14 +38,14 @@ class _Kept:
         return self.values[self.next - 1]  # type: ignore[return-value]
 
 
-def recomputed(layer: Layer, x: Tensor) -> tuple[Tensor, Tensor]:
-    """`layer(x, keep)`, whose activations are dropped now and computed again in backward. The layer makes every
+def recomputed(layer: Layer, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """`layer(keep, *inputs)`, whose activations are dropped now and computed again in backward. The layer makes every
     discrete decision, and every count that other ranks take part in, as `keep(lambda: ...)`."""
     kept = _Kept()
 
-    def run(x: Tensor) -> tuple[Tensor, Tensor]:
+    def run(*inputs: Tensor) -> tuple[Tensor, Tensor]:
         kept.next = 0
-        return layer(x, kept)
+        return layer(kept, *inputs)
 
-    out: tuple[Tensor, Tensor] = checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)
+    out: tuple[Tensor, Tensor] = checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
     return out

@@ -38,6 +38,7 @@ def frame(rows: Iterable[Row], order: Sequence[str] | None = None) -> pd.DataFra
                 "ranks": r.hardware.ranks,
                 "layout": layout(r),
                 "loss": r.loss,
+                **{f"loss_depth_{k}": _loss_of_depth(r, k) for k in _depths(found)},
                 "unigram_entropy": r.unigram_entropy,
                 "tokens_per_s": r.tokens_per_s,
                 "step_ms_median": r.step_ms,
@@ -91,6 +92,7 @@ def _comparison(found: Sequence[Line], baseline: str) -> str:
         "ranks": [str(line.rows[0].hardware.ranks) for line in found],
         "seeds": [str(len(line.rows)) for line in found],
         "loss (nats)": _cells(found, lambda r: r.loss, _fixed, min),
+        **{f"of depth {k} (nats)": _depth_cells(found, k) for k in _depths(r for line in found for r in line.rows)},
         "unigram entropy (nats)": _cells(found, lambda r: r.unigram_entropy, _fixed),
         "tokens/s": _cells(found, lambda r: r.tokens_per_s, _number, max),
         f"over {baseline}": [ABSENT if t is None else f"{t:.2f}×" for t in times],
@@ -119,6 +121,11 @@ def _cells(
     spreads = [line.spread(of) for line in found]
     cells = [f"{c} ± {show(s)}" if s else c for c, s in zip(cells, spreads, strict=True)]
     return [f"**{c}**" if i in bold else c for i, c in enumerate(cells)]
+
+
+def _depth_cells(found: Sequence[Line], depth: int) -> list[str]:
+    cells = _cells(found, lambda r: _loss_of_depth(r, depth), _fixed, min)
+    return [c if depth in _depths(line.rows) else ABSENT for c, line in zip(cells, found, strict=True)]
 
 
 def _caption(found: Sequence[Line]) -> str:
@@ -184,6 +191,16 @@ def _axes(rows: Iterable[Row]) -> list[str]:
     """Axes with traffic in any of the rows, in the order of the config."""
     used = {axis for r in rows for axis in r.comm_bytes}
     return [a for a in AXIS_SECTIONS if a in used] + sorted(used - set(AXIS_SECTIONS))
+
+
+def _depths(rows: Iterable[Row]) -> range:
+    """Depths of multi-token prediction that any of the rows has."""
+    return range(1, max(len(r.mtp_losses) for r in rows) + 1)
+
+
+def _loss_of_depth(row: Row, depth: int) -> float:
+    """Of the last step; NaN where the row has no such depth."""
+    return row.mtp_losses[depth - 1][-1] if depth <= len(row.mtp_losses) else math.nan
 
 
 def _label_bytes(line: Line, axis: str, label: str) -> float:

@@ -43,11 +43,19 @@ class Denominators:
 
     counted: int  # tokens with a target, over all microbatches and ranks
     tokens: Sequence[int]  # of each global microbatch
+    ahead: Sequence[int] = ()  # as `counted`, by depth of multi-token prediction
+    ahead_weight: float = 0.0  # of the loss of one depth in the loss of the step
 
-    def seeds(self, microbatch: int) -> tuple[float, float]:
-        """What a microbatch's loss sum and its auxiliary loss weigh in the loss of the step; backward starts from
-        these. A step without any counted token has loss 0."""
-        return 1 / max(self.counted, 1), self.tokens[microbatch] / self._total
+    def shares(self, microbatch: int) -> list[float]:
+        """What the terms of a microbatch weigh in those of the step: each sum of cross-entropies is divided by its own
+        count. A step without any counted token has loss 0."""
+        means = [1 / max(n, 1) for n in (self.counted, *self.ahead)]
+        return [means[0], self.tokens[microbatch] / self._total, *means[1:]]
+
+    def seeds(self, microbatch: int) -> list[float]:
+        """What they weigh in the loss whose gradient is taken; backward starts from these."""
+        loss, aux, *ahead = self.shares(microbatch)
+        return [loss, aux, *(share * self.ahead_weight for share in ahead)]
 
     @cached_property
     def _total(self) -> int:
@@ -64,27 +72,28 @@ def execute(
     """Run this rank's actions; `batch(m)` is its part of microbatch m, and gradients are summed in `storage`. A list
     without a backward is an evaluation: its traffic has a phase of its own, and it touches nothing.
 
-    Returns (2,): this rank's part of the cross-entropy and of the auxiliary losses, in float64 of an evaluation, which
-    may add up far more tokens than a step.
+    Returns (2 + depths,): this rank's part of the cross-entropy, of the auxiliary losses, and of the cross-entropy of
+    each depth of multi-token prediction, in float64 of an evaluation, which may add up far more tokens than a step.
     """
     outputs: dict[int, Output] = {}
     backward = [i for i, action in enumerate(actions) if action.kind == "BW"]
-    totals = torch.zeros(2, dtype=storage.grad_dtype if backward else torch.float64, device=storage.device)
+    dtype = storage.grad_dtype if backward else torch.float64
+    totals = torch.zeros(2 + len(weigh.ahead), dtype=dtype, device=storage.device)
     for i, (kind, _, m) in enumerate(actions):
         built.mesh.ledger.phase = kind if backward else EVAL
         with record_function(f"{NAMES[kind] if backward else EVAL} {m}"):
             if kind == "F":
                 with torch.set_grad_enabled(bool(backward)):
                     output = built.model(batch(m))
-                for total, o, s in zip(totals, output, weigh.seeds(m), strict=True):
+                for total, o, s in zip(totals, output.terms, weigh.shares(m), strict=True):
                     total.add_(o.detach(), alpha=s)
                 if backward:
                     outputs[m] = output
             else:
                 storage.begin_backward(last=i == backward[-1])
-                output = outputs.pop(m)
-                seeds = [torch.full_like(o, s) for o, s in zip(output, weigh.seeds(m), strict=True)]
-                torch.autograd.backward(output, seeds)
+                terms = outputs.pop(m).terms
+                seeds = [torch.full_like(o, s) for o, s in zip(terms, weigh.seeds(m), strict=True)]
+                torch.autograd.backward(terms, seeds)
     if backward:
         storage.finish_backward()
     return totals

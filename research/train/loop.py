@@ -46,12 +46,13 @@ class Step:
     exposed_ms: Mapping[str, float]  # of which this rank waited, by axis
     loads: Mapping[str, Load]  # by MoE layer of this rank's stage
     eval_loss: float | None = None  # of the held-out text after this step, where it was evaluated
+    ahead: Sequence[float] = ()  # cross-entropy by depth of multi-token prediction, not weighted
 
 
 class Sums(NamedTuple):
     """What a step's backward leaves beside the gradients in storage, the same on every rank."""
 
-    totals: Tensor  # (2,) cross-entropy per counted token, auxiliary loss
+    totals: Tensor  # (2 + depths,) cross-entropy per counted token, auxiliary loss, cross-entropy of each depth
     counted: int  # tokens with a target
 
 
@@ -70,8 +71,11 @@ class Trainer:
 
     def backward(self, microbatches: Sequence[Batch]) -> Sums:
         """Forward and backward of one step's global microbatches."""
-        counted = sum(int((b.targets >= 0).sum()) for b in microbatches)
-        weigh = Denominators(counted, [b.tokens.numel() for b in microbatches])
+        c = self.config.model
+        counted = _counted(b.targets for b in microbatches)
+        ahead = [_counted(b.ahead[k].targets for b in microbatches) for k in range(c.mtp_depth)]
+        tokens = [b.tokens.numel() for b in microbatches]
+        weigh = Denominators(counted, tokens, ahead, c.mtp_weight / max(c.mtp_depth, 1))
         mine = [self._mine(b) for b in microbatches]
         totals = execute(self.actions, self.built, mine.__getitem__, weigh, self.storage)
         self.mesh.ledger.phase = "optimizer"
@@ -93,7 +97,7 @@ class Trainer:
         return self.read(index, sums, self.queue(index, sums))
 
     def queue(self, index: int, sums: Sums) -> Tensor:
-        """Queue the optimizer's work. Returns (3,): loss, auxiliary loss, gradient norm. A step whose numbers are not
+        """Queue the optimizer's work. Returns (3 + depths,): `sums.totals`, gradient norm. A step whose numbers are not
         finite, or without any counted token, changes no weight; both are known to all ranks."""
         with record_function("optimizer"):
             norm = self.storage.norm()
@@ -104,7 +108,7 @@ class Trainer:
         return numbers
 
     def read(self, index: int, sums: Sums, numbers: Tensor) -> tuple[list[float], bool]:
-        """The three numbers of a queued step, and whether it was made: the one host sync of a step. Raises
+        """The numbers of a queued step, and whether it was made: the one host sync of a step. Raises
         FloatingPointError on every rank where the numbers are not finite and `train.nonfinite` says stop, or where as
         many steps in a row were skipped that training has ended by itself."""
         values = numbers.tolist()
@@ -112,8 +116,9 @@ class Trainer:
         made = finite and sums.counted > 0
         self.skipped_in_a_row = 0 if made else self.skipped_in_a_row + 1
         if not finite and (self.config.train.nonfinite == "stop" or self.skipped_in_a_row >= MOST_SKIPPED):
-            loss, aux, size = values
-            told = f"step {index}: loss {loss}, auxiliary loss {aux}, gradient norm {size}"
+            loss, aux, *ahead, size = values
+            told = "".join(f", loss of depth {k} {value}" for k, value in enumerate(ahead, 1))
+            told = f"step {index}: loss {loss}, auxiliary loss {aux}{told}, gradient norm {size}"
             raise FloatingPointError(f"{told} ({self.skipped_in_a_row} steps in a row)")
         return values, made
 
@@ -136,7 +141,7 @@ def train(trainer: Trainer, batches: GlobalMicrobatches, held_out: HeldOut | Non
         sums = trainer.backward(microbatches)
         numbers = trainer.queue(index, sums)
         following = batches(index + 1)  # prepared while the device is at work
-        (loss, aux, norm), made = trainer.read(index, sums, numbers)
+        (loss, aux, *ahead, norm), made = trainer.read(index, sums, numbers)
         exposed = trainer.mesh.ledger.settle()
         # From end to end, so that what watches a step on rank 0 counts: the other ranks wait for it.
         now = time.perf_counter()
@@ -145,7 +150,11 @@ def train(trainer: Trainer, batches: GlobalMicrobatches, held_out: HeldOut | Non
             found = trainer.evaluate(held_out)
             begin = time.perf_counter()
         tokens = sum(b.tokens.numel() for b in microbatches)
-        yield Step(index, loss, aux, norm, tokens, not made, ms, exposed, read_loads(trainer.loads), found)
+        yield Step(index, loss, aux, norm, tokens, not made, ms, exposed, read_loads(trainer.loads), found, ahead)
+
+
+def _counted(targets: Iterable[Tensor]) -> int:
+    return sum(int((t >= 0).sum()) for t in targets)
 
 
 def read_loads(loads: Mapping[str, Tensor]) -> dict[str, Load]:

@@ -120,6 +120,7 @@ def make_row(
         expert_choices={name: list(each.choices) for name, each in load.items()},
         dropped_choices={name: list(each.dropped) for name, each in load.items()} if config.model.capacity else {},
         max_violation={name: max_violation(each.choices) for name, each in load.items()},
+        mtp_losses=[list(of_depth) for of_depth in zip(*(s.ahead for s in steps), strict=True)],
         **_evaluations(steps, held_out),
     )
 

@@ -34,7 +34,7 @@ Boxes = dict[str, tuple[Box, Tensor]]  # full name -> box and local tensor
 class Snapshot:
     """What one rank saw in each step, and its weights after the last one."""
 
-    losses: list[tuple[float, float, float]]  # cross-entropy, auxiliary loss, gradient norm
+    losses: list[tuple[float, ...]]  # cross-entropy, auxiliary loss, gradient norm, cross-entropy of each MTP depth
     gradients: list[Boxes]
     weights: Boxes
 
@@ -77,8 +77,8 @@ def snapshot(config: RunConfig, folder: Path, place: Place, device: torch.device
     for step in range(min(config.train.steps, STEPS)):
         sums = trainer.backward([ignore_some(b, step) for b in batches.microbatches_of(step)])
         gradients.append({n: (box, g.clone()) for n, box, g in trainer.storage.gradients()})
-        (loss, aux, norm), _ = trainer.update(step, sums)
-        losses.append((loss, aux, norm))
+        (loss, aux, *ahead, norm), _ = trainer.update(step, sums)
+        losses.append((loss, aux, norm, *ahead))
     weights = {n: (box, w.clone()) for n, box, w in trainer.storage.weights()}
     path = folder / f"{place.rank}.pt"
     torch.save((losses, gradients, weights), path)
@@ -90,8 +90,12 @@ def ignore_some(batch: Batch, seed: int) -> Batch:
     an average of averages shows."""
     generator = torch.Generator().manual_seed(seed)
     share = torch.linspace(0, 0.5, len(batch.targets))[:, None]
-    ignored = torch.rand(batch.targets.shape, generator=generator) < share
-    return dataclasses.replace(batch, targets=batch.targets.masked_fill(ignored, NOT_COUNTED))
+
+    def some(targets: Tensor) -> Tensor:
+        return targets.masked_fill(torch.rand(targets.shape, generator=generator) < share, NOT_COUNTED)
+
+    ahead = (dataclasses.replace(a, targets=some(a.targets)) for a in batch.ahead)
+    return dataclasses.replace(batch, targets=some(batch.targets), ahead=tuple(ahead))
 
 
 def compare(reference: Snapshot, ranks: Iterable[Snapshot]) -> list[Finding]:
@@ -127,8 +131,10 @@ def worst_by_kind(findings: Sequence[Finding]) -> list[Finding]:
 
 def _number_errors(reference: Snapshot, rank: Snapshot) -> Iterator[tuple[str, str, float]]:
     for step, (want, got) in enumerate(zip(reference.losses, rank.losses, strict=True)):
-        for what, a, b in zip(("loss", "auxiliary loss", "gradient norm"), want, got, strict=True):
-            yield what, f"step {step}", abs(a - b) / max(abs(a), FLOOR)
+        depths = [("loss", f", depth {k}") for k in range(1, len(want) - 2)]
+        kinds = [("loss", ""), ("auxiliary loss", ""), ("gradient norm", ""), *depths]
+        for (what, where), a, b in zip(kinds, want, got, strict=True):
+            yield what, f"step {step}{where}", abs(a - b) / max(abs(a), FLOOR)
 
 
 def _tensors(reference: Snapshot, rank: Snapshot) -> Iterator[tuple[str, Boxes, Boxes]]:

@@ -58,7 +58,8 @@ def global_batches(config: RunConfig, corpus: Corpus) -> GlobalBatches:
     the vocabulary."""
     t = config.train
     kept = _packed(config, corpus, kept=True)
-    return GlobalBatches(kept, config.data.sequence, t.global_batch, t.microbatches, t.seed, corpus.weights)
+    sizes = config.data.sequence, t.global_batch, t.microbatches
+    return GlobalBatches(kept, *sizes, t.seed, corpus.weights, config.model.mtp_depth)
 
 
 def validation_batches(config: RunConfig, corpus: Corpus) -> HeldOut:

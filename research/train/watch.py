@@ -58,6 +58,7 @@ def boarded(steps: Iterable[Step], config: RunConfig) -> Iterator[Step]:
                 "speed/tokens_per_s": step.tokens / step.ms * 1e3,
                 "speed/step_ms": step.ms,
             }
+            scalars |= {f"loss/depth_{k}": loss for k, loss in enumerate(step.ahead, 1)}
             for name, load in step.loads.items():
                 scalars[f"routing/{name}/max_violation"] = max_violation(load.choices)
                 scalars[f"routing/{name}/idle_experts"] = load.choices.count(0)

@@ -10,7 +10,7 @@ import torch
 from research.data.batches import GlobalBatches, HeldOut
 from research.data.packing import Packed, held_out
 from research.data.tokens import Tokens
-from research.models.batch import Batch
+from research.models.batch import NOT_COUNTED, Batch
 
 END = 7
 
@@ -261,3 +261,25 @@ def test_an_empty_split_is_named() -> None:
     tokens = tokens_of(random_documents(5))
     with pytest.raises(ValueError, match=r"holds out nothing: data\.path=notes\.txt gives 0 documents, 0 tokens"):
         HeldOut([Packed(tokens, np.zeros(5, bool))], 8, 4)
+
+
+def test_further_tokens_and_targets_one_by_one() -> None:
+    """At each depth, from the documents of the whole sample; the main tensors are those without."""
+    source, sequence, depths = stream(400), 12, 4
+    plain = batches_of(source, sequence, 5, 2, seed=3)
+    ahead = GlobalBatches([source], sequence, 5, 2, 3, ahead=depths)
+    for step in range(4):
+        assert same(plain.microbatches_of(step), ahead.microbatches_of(step))
+        for batch in ahead.microbatches_of(step):
+            assert len(batch.ahead) == depths
+            for row in range(len(batch.tokens)):
+                last = int(batch.ahead[0].tokens[row, -1])  # of S + 1 tokens
+                ids = [*batch.tokens[row].tolist(), last]
+                document = [sum(i == END for i in ids[:place]) for place in range(len(ids))]
+                for k, further in enumerate(batch.ahead, 1):
+                    for place in range(sequence):
+                        seen = ids[place + k] if place + k <= sequence else 0
+                        target = place + k + 1
+                        counts = target <= sequence and document[target] == document[place]
+                        want = ids[target] if counts else NOT_COUNTED
+                        assert further.tokens[row, place] == seen and further.targets[row, place] == want

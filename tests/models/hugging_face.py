@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from research.build import build
 from research.config import RunConfig, TrainConfig, replace
 from research.mesh import Mesh
-from research.models.batch import NOT_COUNTED, Batch
+from research.models.batch import NOT_COUNTED, Ahead, Batch
 from research.models.params import Block
 
 TOLERANCE = 1e-9
@@ -32,6 +32,13 @@ NAMES = [
     (r"^model\.norm\.", "head.norm."),
     (r"^lm_head\.", "head."),
     (r"^model\.", ""),
+    (r"^mtp\.layers\.0\.", "mtp.1."),
+    (r"^mtp\.layers\.1\.", "mtp.2."),
+    (r"\.enorm\.", ".embedding_norm."),
+    (r"\.hnorm\.", ".hidden_norm."),
+    (r"\.eh_proj\.weight", ".projection"),
+    (r"\.mtp_block\.", ".layer."),
+    (r"\.post_norm\.", ".norm."),
     (r"\.input_layernorm\.", ".attention_norm."),
     (r"\.post_attention_layernorm\.", ".ffn_norm."),
     (r"\.post_feedforward_layernorm\.", ".ffn_out_norm."),
@@ -73,11 +80,16 @@ def widened() -> Iterator[None]:
             torch.set_default_dtype(FLOAT32)
 
 
-def batch() -> Batch:
+def batch(ahead: int = 0) -> Batch:
     """The last token of a sample has no target: theirs are shifted inside."""
     tokens = torch.randint(VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
-    targets = F.pad(tokens[:, 1:], (0, 1), value=NOT_COUNTED)
-    return Batch(tokens, targets, torch.arange(LENGTH).expand(BATCH, LENGTH), torch.zeros_like(tokens))
+
+    def further(places: int, value: int = NOT_COUNTED) -> Tensor:
+        return F.pad(tokens[:, places:], (0, places), value=value)
+
+    depths = tuple(Ahead(further(k, 0), further(k + 1)) for k in range(1, ahead + 1))
+    positions = torch.arange(LENGTH).expand(BATCH, LENGTH)
+    return Batch(tokens, further(1), positions, torch.zeros_like(tokens), ahead=depths)
 
 
 def renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -151,9 +163,11 @@ def ours(weights: Mapping[str, Tensor], changes: Mapping[str, object]) -> Result
     for module in model.modules():
         if isinstance(module, Block):
             module.seams = dataclasses.replace(seams, cross_entropy=seen)
-    given = batch()
+    given = batch(config.model.mtp_depth)
     out = model(given)
     loss = out.loss / (given.targets >= 0).sum() + out.aux
+    for further, summed in zip(given.ahead, out.ahead, strict=True):
+        loss = loss + config.model.mtp_weight * summed / (further.targets >= 0).sum() / len(out.ahead)
     loss.backward()
     return Result(loss.detach(), logits[0], {n: p.grad for n, p in model.named_parameters() if p.requires_grad})
 

@@ -8,10 +8,11 @@ import torch
 from research.config import RunConfig, replace
 from research.mesh import Mesh
 from research.models import seams
-from research.models.batch import NOT_COUNTED, Batch
+from research.models.batch import NOT_COUNTED, Ahead, Batch
 from research.train.loop import Trainer
 
 LENGTHS = [(9, 1, 6), (16,), (3, 13)]  # of the documents of each sample
+DEPTHS = 2
 CHANGES = {"model.vocab": 50, "model.layers": 2, "model.balance": 0.0, "model.z_loss": 0.0, "train.dtype": "float64"}
 
 
@@ -19,25 +20,37 @@ def packed() -> Batch:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(50, (len(LENGTHS), 17), generator=generator)
     documents = torch.stack([torch.arange(len(n)).repeat_interleave(torch.tensor(n)) for n in LENGTHS])
-    follows = torch.nn.functional.pad(documents[:, 1:] == documents[:, :-1], (0, 1))
-    targets = torch.where(follows, ids[:, 1:], NOT_COUNTED)
-    return Batch(ids[:, :-1], targets, torch.arange(16).expand(ids.shape[0], 16), documents)
+    documents = torch.nn.functional.pad(documents, (0, DEPTHS + 1), value=-1)
+    ids = torch.nn.functional.pad(ids, (0, DEPTHS))
+
+    def further(places: int) -> tuple[torch.Tensor, torch.Tensor]:
+        follows = documents[:, places + 1 : places + 17] == documents[:, :16]
+        return ids[:, places : places + 16], torch.where(follows, ids[:, places + 1 : places + 17], NOT_COUNTED)
+
+    ahead = tuple(Ahead(*further(k)) for k in range(1, DEPTHS + 1))
+    positions = torch.arange(16).expand(ids.shape[0], 16)
+    return Batch(*further(0), positions, documents[:, :16], ahead=ahead)
 
 
 def gradients(config: RunConfig, batches: list[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss, summed over batches, and all its gradients in one vector."""
     model = Trainer(config, Mesh({}), torch.device("cpu")).built.model
-    loss = sum(model(batch).loss for batch in batches)
+    batches = batches if model.mtp else [dataclasses.replace(batch, ahead=()) for batch in batches]
+    loss = sum(out.loss + sum(out.ahead) for out in map(model, batches))
     return loss.detach(), torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
 
 
 def apart(batch: Batch) -> list[Batch]:
-    """Each document as a sample of its own, at positions from 0."""
-    rows = [
-        dataclasses.replace(one, positions=one.positions - one.positions[:, :1])
-        for i, lengths in enumerate(LENGTHS)
-        for one in map(Batch, *(t[i : i + 1].split(lengths, 1) for t in dataclasses.astuple(batch)))
-    ]
+    """Each document as a sample of its own, at positions from 0, that knows no token of the next one."""
+    rows = []
+    for i, lengths in enumerate(LENGTHS):
+        for n, length in enumerate(lengths):
+            here = slice(sum(lengths[:n]), sum(lengths[: n + 1]))
+            one = batch.map(lambda t, i=i, here=here: t[i : i + 1, here].clone())
+            one.positions.sub_(here.start)
+            for k, ahead in enumerate(one.ahead, 1):
+                ahead.tokens[:, max(length - k, 0) :] = 7
+            rows.append(one)
     return [one for one in rows if (one.targets >= 0).any()]
 
 
@@ -48,6 +61,7 @@ def apart(batch: Batch) -> list[Batch]:
         {"model.window": 4},
         {"model.kv_heads": 8, "train.recompute": "full"},
         {"model.attention": "mla", "model.rotary_dim": 4},
+        {"model.mtp_depth": DEPTHS},
     ],
 )
 def test_documents_are_apart(changes, monkeypatch):

@@ -87,10 +87,9 @@ def served(wishes, tokens, c):
     return taken
 
 
-def loss_by_hand(p, c, batch):
-    """Sum of cross-entropy and auxiliary loss: one sequence, one head, one expert, one token at a time."""
-    total, aux = 0.0, 0.0
-    xs = [p["embedding.weight"][row] for row in batch.tokens]
+def layers_by_hand(p, c, xs):
+    """What the layers make of each sequence, and auxiliary losses: one head, one expert, one token at a time."""
+    aux = 0.0
     for i in range(c.layers):
         w = {k.removeprefix(f"layers.{i}."): v for k, v in p.items() if k.startswith(f"layers.{i}.")}
         after = []
@@ -143,13 +142,24 @@ def loss_by_hand(p, c, batch):
         aux = aux + c.z_loss * (torch.log(torch.exp(logits).sum(-1)) ** 2).mean()
         ys = torch.stack(rows).split([len(x) for x in after])
         xs = [added(x, y, w, "ffn", c) for x, y in zip(after, ys, strict=True)]
-    head = p["embedding.weight"] if c.tied else p["head.weight"]
-    for x, targets in zip(xs, batch.targets, strict=True):
-        log = torch.log_softmax(rms(x, p["head.norm.weight"], c.norm_eps) @ head.T, -1)
-        for row, target in zip(log, targets, strict=True):
+    return xs, aux
+
+
+def loss_by_hand(p, c, batch):
+    """Sum of cross-entropy and auxiliary loss."""
+    xs, aux = layers_by_hand(p, c, [p["embedding.weight"][row] for row in batch.tokens])
+    hs = [rms(x, p["head.norm.weight"], c.norm_eps) for x in xs]
+    return cross_entropy_by_hand(hs, p["embedding.weight" if c.tied else "head.weight"], batch.targets), aux
+
+
+def cross_entropy_by_hand(hs, head, targets):
+    total = 0.0
+    for h, of_row in zip(hs, targets, strict=True):
+        log = torch.log_softmax(h @ head.T, -1)
+        for row, target in zip(log, of_row, strict=True):
             if target >= 0:
                 total = total - row[target]
-    return total, aux
+    return total
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ from research.models.decoder import Decoder, active_parameters, specs
 from research.models.flops import flops_per_token
 from research.presets import PRESETS
 
-COUNTS, OPERATIONS = (t["rows"] for t in yaml.safe_load(Path("experiments/papers/models.yaml").read_text()))
+COUNTS, OPERATIONS, AHEAD = (t["rows"] for t in yaml.safe_load(Path("experiments/papers/models.yaml").read_text()))
 
 
-def declared(preset):
-    model = configs.load(None, [f"model.preset={preset}"]).model
+def declared(preset, *words):
+    model = configs.load(None, [f"model.preset={preset}", *words]).model
     with torch.device("meta"):
         return model, specs(Decoder(model))
 
@@ -35,6 +35,19 @@ def test_operations(preset, sequence, gflop, told):
     model, of = declared(preset)
     computed = flops_per_token(model, of, sequence, causal=True) / 1e9
     assert computed == pytest.approx(gflop, rel=3e-4) and computed == pytest.approx(told, rel=4e-3)
+
+
+@pytest.mark.parametrize("preset, own, own_told, active, active_told, sequence, gflop, gflop_told", AHEAD)
+def test_multi_token_prediction(preset, own, own_told, active, active_told, sequence, gflop, gflop_told):
+    model, of = declared(preset, "model.mtp_depth=1")
+    without = active_parameters(*declared(preset))
+    shared = of["embedding.weight"].numel + of["head.weight"].numel
+    projection = of["mtp.1.projection"].numel
+    assert sum(s.numel for n, s in of.items() if n.startswith("mtp.")) == own
+    assert active_parameters(model, of) - without + shared == active
+    assert [f"{(n - projection) / 1e9:.1f}B" for n in (own, active)] == [own_told, active_told]
+    computed = flops_per_token(model, of, sequence, causal=True) / 1e9
+    assert computed == pytest.approx(gflop, rel=3e-4) and computed == pytest.approx(gflop_told, rel=3e-4)
 
 
 def test_every_preset_is_a_legal_value_and_has_counts():

@@ -1,5 +1,7 @@
 """Data parallelism against one process, by every gradient in float64; and that planted faults are caught."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -41,6 +43,9 @@ GRID = [
     "dp.degree=2 model.norm=output",
     "dp.degree=2 model.norm=sandwich",
     "dp.degree=2 model.document_mask=true model.window=20 data.path=experiments/configs",  # short documents
+    "dp.degree=3 model.mtp_depth=2 model.layers=2 model.bias_rate=0.05 train.recompute=full train.bucket_mib=0.01",
+    "dp.degree=2 model.mtp_depth=1 model.tied=true model.balance_scope=sequence train.microbatches=3",
+    "dp.degree=2 model.mtp_depth=3 model.layers=2 model.document_mask=true data.path=experiments/configs",
     "dp.degree=1 train.recompute=full train.bucket_mib=0.01",
 ]
 
@@ -74,6 +79,18 @@ def test_planted_mean_of_means(prove, monkeypatch):
 
     monkeypatch.setattr(loop, "execute", local)
     assert fails(prove("dp.degree=2"), "loss") and fails(prove("dp.degree=2"), "gradient")
+
+
+def test_planted_mean_of_means_at_a_depth(prove, monkeypatch):
+    def local(actions, built, batch, weigh, storage, real=loop.execute):
+        own = [sum(int((batch(m).ahead[k].targets >= 0).sum()) for m in range(len(weigh.tokens))) for k in range(2)]
+        ahead = [n * built.mesh.sizes["dp"] for n in own]
+        return real(actions, built, batch, dataclasses.replace(weigh, ahead=ahead), storage)
+
+    monkeypatch.setattr(loop, "execute", local)
+    findings = prove("dp.degree=2", "model.mtp_depth=2", "model.layers=2")
+    assert {f.name for f in findings if f.what == "loss" and not f.passed} >= {"step 0, depth 1", "step 0, depth 2"}
+    assert fails(findings, "gradient") and next(f for f in findings if f.name == "step 0" and f.what == "loss").passed
 
 
 def test_planted_local_expert_counts(prove, monkeypatch):

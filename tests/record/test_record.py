@@ -216,8 +216,10 @@ def test_a_name_is_part_of_a_file_name(tmp_path: Path, key: str, name: str, good
 def test_numbers_that_json_does_not_know_come_back(tmp_path: Path) -> None:
     """A run that skipped steps has norms that are none; every reader of JSON can read its row."""
     odd = dataclasses.replace(row("a"), loss=float("nan"), grad_norms=[1.0, float("inf"), float("nan")], mfu=None)
+    odd = dataclasses.replace(odd, mtp_losses=[[2.0, float("nan")]])
     path = write(odd, tmp_path)
     json.loads(path.read_text(), parse_constant=pytest.fail)
     back = read(path)
     assert back.loss != back.loss and back.mfu is None
+    assert back.mtp_losses[0][0] == 2.0 and back.mtp_losses[0][1] != back.mtp_losses[0][1]
     assert back.grad_norms[0] == 1.0 and all(n != n for n in back.grad_norms[1:])

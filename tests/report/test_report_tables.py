@@ -52,6 +52,14 @@ def test_values_have_readable_units(rows):
     assert "Lines differ in: dp.degree." in page
 
 
+def test_depths_have_columns_where_there_are_any(rows, make_row):
+    assert not any("depth" in name for name in frame(rows)) and "of depth" not in markdown(rows, "axes", ORDER)
+    rows = [*rows, make_row("ahead", mtp_losses=[[5.0, 3.0], [5.5, 4.0]])]
+    assert frame(rows).set_index("arm").loc["ahead", ["loss_depth_1", "loss_depth_2"]].tolist() == [3.0, 4.0]
+    page = markdown(rows, "axes", [*ORDER, "ahead"])
+    assert [cells(page, arm)["of depth 2 (nats)"] for arm in ("one", "ahead")] == ["–", "4.0000"]
+
+
 def test_best_is_bold_and_equals_are_not(rows):
     page = markdown(rows, "axes", ORDER)
     assert [cells(page, arm)["tokens/s"] for arm in ORDER] == ["1,000", "1,810", "**2,500**"]

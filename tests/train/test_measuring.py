@@ -43,6 +43,8 @@ def trainer_of(config):
         {"train.dtype": "bfloat16"},
         {"model.attention": "mla", "model.rotary_dim": 4, "model.q_latent": 24, "model.value_dim": 12},
         {"model.window": 10, "model.qk_norm": "head", "model.qkv_bias": True, "model.mlp_bias": True},
+        {"model.mtp_depth": 2},
+        {"model.mtp_depth": 1, "model.tied": True, "model.experts": 0, "train.dtype": "bfloat16"},
     ],
 )
 def test_flops_equal_what_torch_counts(config, changes):
