@@ -11,7 +11,6 @@ from research.config import RunConfig, TrainConfig, load, replace
 from research.data.tokens import open_tokens
 from research.launch.local import start
 from research.mesh import Mesh, total_ranks
-from research.models.batch import Batch
 from research.train import loop
 from research.train.loop import Trainer, train
 from research.train.optim import learning_rate
@@ -197,16 +196,16 @@ def test_skipping_has_an_end(config, monkeypatch):
     assert len(steps) == 4 and "(3 steps in a row)" in error
 
 
+@pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("microbatches", [2, 4, 8])
-def test_microbatches_add_up_to_the_batch(config, microbatches):
+def test_microbatches_add_up_to_the_batch(config, microbatches, depth):
     """Without the balance loss, which is one over each microbatch, the cut into microbatches changes no gradient."""
-    config = replace(config, {"train.dtype": "float64", "model.balance": 0.0})
+    config = replace(config, {"train.dtype": "float64", "model.balance": 0.0, "model.mtp_depth": depth})
     whole = ignore_some(batches_of(replace(config, {"train.microbatches": 1}))(0)[0], seed=3)
     sides = []
     for m in (1, microbatches):
         trainer = Trainer(replace(config, {"train.microbatches": m}), Mesh({}), torch.device("cpu"))
-        parts = zip(*(t.chunk(m) for t in dataclasses.astuple(whole)), strict=True)
-        sums = trainer.backward([Batch(*part) for part in parts])
+        sums = trainer.backward([whole.map(lambda t, m=m, i=i: t.chunk(m)[i]) for i in range(m)])
         sides.append((sums.totals, {n: g.clone() for n, _, g in trainer.storage.gradients()}))
     torch.testing.assert_close(sides[0][0], sides[1][0], rtol=1e-13, atol=0)
     for name, want in sides[0][1].items():
