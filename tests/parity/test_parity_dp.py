@@ -43,9 +43,10 @@ GRID = [
     "dp.degree=2 model.norm=output",
     "dp.degree=2 model.norm=sandwich",
     "dp.degree=2 model.document_mask=true model.window=20 data.path=experiments/configs",  # short documents
-    "dp.degree=3 model.mtp_depth=2 model.layers=2 model.bias_rate=0.05 train.recompute=full train.bucket_mib=0.01",
+    "dp.degree=3 model.mtp_depth=2 model.layers=2 model.bias_rate=0.05 train.recompute=full",
     "dp.degree=2 model.mtp_depth=1 model.tied=true model.balance_scope=sequence train.microbatches=3",
     "dp.degree=2 model.mtp_depth=3 model.layers=2 model.document_mask=true data.path=experiments/configs",
+    "dp.degree=2 model.mtp_depth=2 model.layers=2 model.capacity=0.6",
     "dp.degree=1 train.recompute=full train.bucket_mib=0.01",
 ]
 
