@@ -1,14 +1,23 @@
 """Every collective that the project issues: labelled with its axis and purpose, counted in bytes, timed.
 
 Bytes are those that one rank receives under the bandwidth-optimal algorithm, whatever the backend does:
-all-reduce 2 (n-1)/n of the buffer (Patarasuk and Yuan 2009). A group of one communicates nothing.
+all-reduce 2 (n-1)/n of the buffer (Patarasuk and Yuan 2009), all-gather and reduce-scatter (n-1)/n of the larger
+side, all-to-all what others sent. A group of one communicates nothing.
+
+`start_*` begin beside whatever runs until `wait`; those named like an operation are differentiable, and their backward
+is the exact adjoint, counted under the phase that runs it.
+
+n ranks of the group
 """
 
+import math
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.profiler import record_function
 
 from research.mesh import Group
@@ -16,34 +25,155 @@ from research.mesh import Group
 SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
 T = TypeVar("T")
 
+# torch renamed both in 2.12.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class Pending:
-    """A collective under way. Its tensor must not be touched before `wait`, which times the standstill."""
+    """A collective under way. Its tensors must not be touched before `wait`, which times the standstill."""
 
-    def __init__(self, group: Group, tensor: torch.Tensor, work: dist.Work | None) -> None:
-        self._group, self._tensor, self._work = group, tensor, work
+    def __init__(self, group: Group, result: Tensor, work: dist.Work | None, given: Tensor | None = None) -> None:
+        self._group, self._result, self._work, self._given = group, result, work, given
 
-    def wait(self) -> torch.Tensor:
+    def wait(self) -> Tensor:
         if self._work is not None:
             axis = self._group.axis
-            with record_function(f"wait for {axis}"), self._group.ledger.waiting(axis, self._tensor.device):
+            with record_function(f"wait for {axis}"), self._group.ledger.waiting(axis, self._result.device):
                 self._work.wait()
-        return self._tensor
+            self._work = self._given = None
+        return self._result
 
 
-def start_all_reduce(x: torch.Tensor, group: Group, purpose: str, op: dist.ReduceOp.RedOpType = SUM) -> Pending:
-    """Reduce x in place over the group, beside whatever runs until `wait`."""
+def start_all_reduce(x: Tensor, group: Group, purpose: str, op: dist.ReduceOp.RedOpType = SUM) -> Pending:
+    """Reduce x in place over the group."""
     if group.size == 1:
         return Pending(group, x, None)
-    received = Fraction(2 * (group.size - 1) * x.numel() * x.element_size(), group.size)
-    group.ledger.count(group.axis, group.ranks, purpose, "all_reduce", received)
+    _count(group, purpose, "all_reduce", Fraction(2 * (group.size - 1) * x.numel(), group.size), x)
     with record_function(f"{group.axis}: {purpose}"):
         return Pending(group, x, dist.all_reduce(x, op=op, group=group.process_group, async_op=True))
 
 
-def all_reduce_(x: torch.Tensor, group: Group, purpose: str, op: dist.ReduceOp.RedOpType = SUM) -> torch.Tensor:
+def start_all_gather(x: Tensor, group: Group, purpose: str) -> Pending:
+    """x (..) of every rank -> (n, ..), in order."""
+    x = x.contiguous()
+    if group.size == 1:
+        return Pending(group, x[None], None)
+    out = x.new_empty(group.size, *x.shape)
+    _count(group, purpose, "all_gather", Fraction((group.size - 1) * x.numel()), x)
+    with record_function(f"{group.axis}: {purpose}"):
+        flat = out.view(-1, *x.shape[1:]) if x.dim() else out
+        return Pending(group, out, _all_gather(flat, x, group=group.process_group, async_op=True), x)
+
+
+def start_reduce_scatter(x: Tensor, group: Group, purpose: str) -> Pending:
+    """x (n, ..) of every rank -> (..): the sum over ranks of what each has for this one."""
+    x = x.contiguous()
+    if group.size == 1:
+        return Pending(group, x[0], None)
+    out = x.new_empty(x.shape[1:])
+    _count(group, purpose, "reduce_scatter", Fraction((group.size - 1) * out.numel()), x)
+    with record_function(f"{group.axis}: {purpose}"):
+        flat = x.view(-1, *out.shape[1:]) if out.dim() else x
+        return Pending(group, out, _reduce_scatter(out, flat, group=group.process_group, async_op=True), x)
+
+
+def start_all_to_all(x: Tensor, group: Group, purpose: str, sends: Sequence[int], receives: Sequence[int]) -> Pending:
+    """Rows of x (N, ..), `sends[r]` of them for rank r, in order -> (M, ..): `receives[r]` rows of rank r, in order."""
+    x = x.contiguous()
+    if group.size == 1:
+        return Pending(group, x, None)
+    out = x.new_empty(sum(receives), *x.shape[1:])
+    others = sum(receives) - receives[group.rank]
+    _count(group, purpose, "all_to_all", Fraction(others * math.prod(x.shape[1:])), x)
+    with record_function(f"{group.axis}: {purpose}"):
+        work = dist.all_to_all_single(
+            out, x, list(receives), list(sends), group=group.process_group, async_op=True
+        )
+        return Pending(group, out, work, x)
+
+
+def all_reduce_(x: Tensor, group: Group, purpose: str, op: dist.ReduceOp.RedOpType = SUM) -> Tensor:
     """Reduce x in place over the group and return it."""
     return start_all_reduce(x, group, purpose, op).wait()
+
+
+def all_reduce(x: Tensor, group: Group, purpose: str) -> Tensor:
+    """The sum over ranks."""
+    y: Tensor = _AllReduce.apply(x, group, purpose) if group.size > 1 else x
+    return y
+
+
+def all_gather(x: Tensor, group: Group, purpose: str, dim: int) -> Tensor:
+    """(.., s, ..) -> (.., n*s, ..) along dim, in the order of ranks."""
+    y: Tensor = _AllGather.apply(x, group, purpose, dim) if group.size > 1 else x
+    return y
+
+
+def reduce_scatter(x: Tensor, group: Group, purpose: str, dim: int) -> Tensor:
+    """(.., n*s, ..) -> (.., s, ..): this rank's part, along dim, of the sum over ranks."""
+    y: Tensor = _ReduceScatter.apply(x, group, purpose, dim) if group.size > 1 else x
+    return y
+
+
+class _AllReduce(torch.autograd.Function):
+    """
+    forward   (..) -> (..)   all-reduce
+    backward  (..) -> (..)   all-reduce
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group, purpose: str) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.about = group, purpose
+        return all_reduce_(x.clone(memory_format=torch.contiguous_format), group, purpose)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
+        return all_reduce_(dy.clone(memory_format=torch.contiguous_format), *ctx.about), None, None
+
+
+class _AllGather(torch.autograd.Function):
+    """
+    forward   (.., s, ..)   -> (.., n*s, ..)   all-gather
+    backward  (.., n*s, ..) -> (.., s, ..)     reduce-scatter
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group, purpose: str, dim: int) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.about = group, purpose, dim
+        return joined(start_all_gather(x, group, purpose).wait(), dim)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
+        group, purpose, dim = ctx.about
+        return start_reduce_scatter(parted(dy, group.size, dim), group, purpose).wait(), None, None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    """
+    forward   (.., n*s, ..) -> (.., s, ..)     reduce-scatter
+    backward  (.., s, ..)   -> (.., n*s, ..)   all-gather
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group, purpose: str, dim: int) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.about = group, purpose, dim
+        return start_reduce_scatter(parted(x, group.size, dim), group, purpose).wait()
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
+        group, purpose, dim = ctx.about
+        return joined(start_all_gather(dy, group, purpose).wait(), dim), None, None, None
+
+
+def joined(parts: Tensor, dim: int) -> Tensor:
+    """(n, .., s, ..) -> (.., n*s, ..): parts side by side along dim of the result."""
+    return parts.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def parted(x: Tensor, n: int, dim: int) -> Tensor:
+    """(.., n*s, ..) -> (n, .., s, ..): the inverse of `joined`."""
+    return x.unflatten(dim, (n, -1)).movedim(dim, 0)
 
 
 def gather_objects(value: T, group: Group, purpose: str) -> list[T]:
@@ -54,3 +184,7 @@ def gather_objects(value: T, group: Group, purpose: str) -> list[T]:
     values: list[T | None] = [None] * group.size
     dist.all_gather_object(values, value, group=group.process_group)
     return values  # type: ignore[return-value]
+
+
+def _count(group: Group, purpose: str, op: str, elements: Fraction, like: Tensor) -> None:
+    group.ledger.count(group.axis, group.ranks, purpose, op, elements * like.element_size())

@@ -1,5 +1,7 @@
 """The arithmetic that is worth more than one line of torch: products, attention, permutation of rows."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -77,6 +79,72 @@ def causal_attention(
     grouped = q.shape[1] != k.shape[1]
     o = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None, scale=scale, enable_gqa=grouped)
     return o.transpose(1, 2)
+
+
+CHUNK = 2**25  # logits at a time: 128 MiB of float32
+
+
+def cross_entropy(
+    x: Tensor,
+    head: Tensor,
+    targets: Tensor,
+    low: int = 0,
+    largest: Callable[[Tensor], Tensor] = lambda t: t,
+    total: Callable[[Tensor], Tensor] = lambda t: t,
+) -> Tensor:
+    """x (N, D), head (V, D), targets (N,) -> sum of the cross-entropy of those targets that are not negative, nats.
+
+    `head` may be the rows from `low` on of a larger one, whose parts lie on several ranks: `largest` and `total` then
+    reduce (.., n) over these, each computes the same sum, and the gradients are those through its own rows.
+    """
+    y: Tensor = _CrossEntropy.apply(x, head, targets, low, largest, total)
+    return y
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """A few tokens at a time, so that logits never exist at once; their gradient is used up where they are, as Liger
+    Kernel does (Hsu et al. 2024, section 3.2), and waits for the factor that backward brings.
+
+    forward    logits (n, V) = x head^T;  loss += log sum exp(logits) - logits[target]
+               dlogits = softmax - onehot;  dx (n, D) = dlogits head;  dhead (V, D) += dlogits^T x
+    backward   dx, dhead times dloss
+    """
+
+    @staticmethod
+    def forward(ctx, x, head, targets, low, largest, total):  # type: ignore[no-untyped-def]
+        wide = torch.promote_types(x.dtype, torch.float32)
+        wanted = any(ctx.needs_input_grad)
+        dx = torch.empty_like(x) if wanted else None
+        dhead = torch.zeros_like(head, dtype=wide) if wanted else None
+        loss = x.new_zeros((), dtype=wide)
+        size = max(1, CHUNK // max(len(head), 1))
+        for at in (slice(i, i + size) for i in range(0, len(x), size)):
+            here, own = x[at], targets[at] - low
+            e = F.linear(here, head).to(wide)
+            top = e.amax(-1) if len(head) else e.new_full((len(e),), -torch.inf)
+            e.sub_(largest(top)[:, None])
+            mine = ((own >= 0) & (own < len(head)))[:, None]
+            own = own[:, None].where(mine, 0)
+            hit = e.gather(-1, own).where(mine, 0) if len(head) else e.new_zeros(len(e), 1)
+            e.exp_()
+            sums, hits = total(torch.stack([e.sum(-1), hit[:, 0]]))
+            counted = targets[at] >= 0
+            loss += ((sums.log() - hits) * counted).sum()
+            if wanted:
+                e.mul_((counted / sums)[:, None])
+                if len(head):
+                    e.scatter_(-1, own, e.gather(-1, own) - mine.to(wide) * counted[:, None])
+                d = e.to(x.dtype)
+                dx[at] = d @ head
+                dhead.add_(d.T @ here)
+        if wanted:
+            ctx.save_for_backward(dx, dhead)
+        return loss
+
+    @staticmethod
+    def backward(ctx, dloss):  # type: ignore[no-untyped-def]
+        dx, dhead = ctx.saved_tensors
+        return dx * dloss.to(dx.dtype), (dhead * dloss).to(dx.dtype), None, None, None, None
 
 
 def permute(x: Tensor, index: Tensor, back: Tensor, copies: int) -> Tensor:

@@ -81,8 +81,9 @@ class MoE(Block):
         """ids (T, K) -> choices in the global microbatch (E,), remembered for the optimizer step but in evaluations."""
         counts = self.seams.count(ids, self.c.experts)
         if torch.is_grad_enabled():
-            room = capacity(self.c, whole_tokens) if self.c.capacity else counts
-            self.counted.append(torch.stack([counts, (counts - room).clamp(min=0)]))
+            chosen = counts * (whole_tokens * self.c.top_k) // counts.sum().clamp(min=1)  # a repeated token once
+            room = capacity(self.c, whole_tokens) if self.c.capacity else chosen
+            self.counted.append(torch.stack([chosen, (chosen - room).clamp(min=0)]))
         return counts
 
     def kept(self, ids: Tensor, weights: Tensor, at: Places) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from research.models.batch import NOT_COUNTED
+from research.models import kernels
 from research.models.kernels import Products, causal_attention, embed, flash_attention, permute
 
 Routed = Callable[[Tensor, Tensor], Tensor]  # rows (N, D) sorted by expert, counts (E,) -> (N, D)
@@ -85,10 +85,9 @@ def inverse(order: Tensor) -> Tensor:
 
 
 def cross_entropy(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
-    """(B, S, D), (V, D), (B, S) -> sum over counted tokens (targets >= 0), nats; the softmax is float32 at least."""
-    logits = F.linear(x, head).flatten(0, 1)
-    logits = logits.float() if logits.dtype == torch.bfloat16 else logits
-    return F.cross_entropy(logits, targets.flatten(), ignore_index=NOT_COUNTED, reduction="sum")
+    """(B, S, D), (V, D), (B, S) -> this rank's part of the sum over counted tokens (targets >= 0), nats; the softmax is
+    float32 at least."""
+    return kernels.cross_entropy(x.flatten(0, 1), head, targets.flatten())
 
 
 def count(ids: Tensor, n_experts: int) -> Tensor:

@@ -60,7 +60,7 @@ def test_a_seam_has_one_owner():
     one = seams.one_device(Products())
     with pytest.raises(ValueError, match="'attend' is claimed by both cp and tp"):
         seams.wire(one, {"cp": {"attend": seams.attend}, "tp": {"attend": seams.attend}})
-    with pytest.raises(ValueError, match="tp claims seam 'atend'; legal: attend"):
+    with pytest.raises(ValueError, match="tp claims seam 'atend'; legal: assemble, attend"):
         seams.wire(one, {"tp": {"atend": seams.attend}})
     wrapped = seams.wire(one, {}, [{"count": lambda inner: lambda ids, n: inner(ids, n) * 2}])
     assert wrapped.count(torch.tensor([[0]]), 2).tolist() == [2, 0]

@@ -6,6 +6,7 @@ from research.config import RunConfig, replace
 from research.mesh import Mesh
 from research.models import moe
 from research.models.moe import MoE
+from research.models.rope import Places, Rotary
 from research.train.loop import Trainer
 
 
@@ -22,9 +23,10 @@ def chosen(monkeypatch):
     monkeypatch.setattr(moe, "choose", lambda scores, c, real=moe.choose: seen.append(real(scores, c)) or seen[-1])
     x = torch.zeros(1, 4, config.model.dim, dtype=torch.bfloat16)
     x[..., 0] = 1
-    layer(x, lambda compute: compute())
+    at = Places(torch.arange(4)[None], None, Rotary(x, x), None, whole_tokens=4)
+    layer(x, at, lambda compute: compute())
     layer.bias.data[5] = 0
-    layer(x, lambda compute: compute())
+    layer(x, at, lambda compute: compute())
     return [ids.unique().tolist() for ids in seen], (layer.router.dtype, layer.bias.dtype)
 
 
