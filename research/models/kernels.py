@@ -171,5 +171,33 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
         (back,) = ctx.saved_tensors
-        dx = dy.index_select(0, back)
-        return dx if ctx.copies == 1 else dx.unflatten(0, (-1, ctx.copies)).sum(1), None, None, None
+        if ctx.copies == 1:
+            return dy.index_select(0, back), None, None, None
+        return F.embedding_bag(back.view(-1, ctx.copies), dy, mode="sum"), None, None, None
+
+
+def weighted_sum(y: Tensor, weights: Tensor, index: Tensor, order: Tensor) -> Tensor:
+    """y (T*K, D), weights (T, K) -> (T, D): token t is the sum over k of weights[t, k] * y[index[t*K + k]]; `order` is
+    the inverse of `index`. Rows are read where they are: no permuted copy is made or kept."""
+    out: Tensor = _WeightedSum.apply(y, weights, index, order)
+    return out
+
+
+class _WeightedSum(torch.autograd.Function):
+    """i = index[t*K + k]
+
+    forward   (T*K, D), (T, K) -> (T, D)   out[t] = sum_k weights[t, k] y[i]
+    backward  (T, D) -> (T*K, D), (T, K)   dy[i] = weights[t, k] dout[t], dweights[t, k] = dout[t] . y[i]
+    """
+
+    @staticmethod
+    def forward(ctx, y: Tensor, weights: Tensor, index: Tensor, order: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(y, weights, index, order)
+        return F.embedding_bag(index.view(weights.shape), y, per_sample_weights=weights, mode="sum")
+
+    @staticmethod
+    def backward(ctx, dout: Tensor):  # type: ignore[no-untyped-def]
+        y, weights, index, order = ctx.saved_tensors
+        rows = dout.index_select(0, order // weights.shape[1])
+        dweights = torch.linalg.vecdot(rows, y)[index].view(weights.shape)
+        return rows.mul_(weights.flatten()[order][:, None]), dweights, None, None

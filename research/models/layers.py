@@ -1,10 +1,10 @@
 """RMSNorm and the gated feed-forward."""
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from research.config import ModelConfig
 from research.models.params import Block
+from research.models.pointwise import rms_norm, swiglu
 
 
 class RMSNorm(Block):
@@ -19,7 +19,7 @@ class RMSNorm(Block):
         self.param("weight", std=None, keep_float32=False, trained=True, **dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class HeadsNorm(RMSNorm):
@@ -54,8 +54,8 @@ class FeedForward(Block):
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.seams.column(x, self.w_gate, self.w_up)
         if not self.bias:
-            return self.seams.row(F.silu(gate) * up, self.w_down)
-        return self.seams.row(F.silu(gate + self.b_gate) * (up + self.b_up), self.w_down) + self.b_down
+            return self.seams.row(swiglu(gate, up), self.w_down)
+        return self.seams.row(swiglu(gate + self.b_gate, up + self.b_up), self.w_down) + self.b_down
 
 
 def residual_std(c: ModelConfig) -> float:

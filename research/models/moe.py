@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from research.config import ModelConfig
 from research.models.layers import FeedForward, residual_std
 from research.models.params import Block
+from research.models.pointwise import swiglu
 from research.models.recompute import Keep
 from research.models.rope import Places
 from research.models.seams import count
@@ -112,7 +113,7 @@ class MoE(Block):
     def routed(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows (N, D) sorted by expert, counts (E,) -> (N, D)"""
         product = self.seams.products.grouped
-        hidden = F.silu(product(rows, self.w_gate, counts)) * product(rows, self.w_up, counts)
+        hidden = swiglu(product(rows, self.w_gate, counts), product(rows, self.w_up, counts))
         return product(hidden, self.w_down, counts)
 
     def auxiliary(self, logits: Tensor, scores: Tensor, counts: Tensor, share: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from research.config import ModelConfig
 from research.models.batch import Batch
+from research.models.pointwise import turn
 
 
 class Rotary(NamedTuple):
@@ -51,9 +52,7 @@ def rotary(positions: Tensor, c: ModelConfig, dtype: torch.dtype) -> Rotary:
 
 def rotate(x: Tensor, r: Rotary) -> Tensor:
     """x (B, S, H, h): element i and i + R/2 are turned as a pair (the LLaMA order); those from R on are left alone."""
-    width = r.cos.shape[-1]
-    a, b, rest = x.split([width, width, x.shape[-1] - 2 * width], -1)
-    return torch.cat([a * r.cos - b * r.sin, b * r.cos + a * r.sin, rest], -1)
+    return turn(x, r.cos, r.sin)
 
 
 def softmax_scale(c: ModelConfig, width: int) -> float:

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from research.models import kernels
-from research.models.kernels import Products, causal_attention, embed, flash_attention, permute
+from research.models.kernels import Products, causal_attention, embed, flash_attention, permute, weighted_sum
+from research.models.pointwise import rms_norm
 
 Routed = Callable[[Tensor, Tensor], Tensor]  # rows (N, D) sorted by expert, counts (E,) -> (N, D)
 Seam = Callable[..., object]
@@ -76,8 +77,7 @@ def sort_by_expert(x: Tensor, ids: Tensor, n_experts: int) -> tuple[Tensor, Tens
 
 def combine(y: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     """Undo `sort_by_expert`: y (T*K, D), weights (T, K) -> (T, D), the weighted sum over K."""
-    y = permute(y, inverse(order), order, copies=1).unflatten(0, weights.shape)
-    return torch.einsum("tkd,tk->td", y, weights.to(y.dtype))
+    return weighted_sum(y, weights.to(y.dtype), inverse(order), order)
 
 
 def inverse(order: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ def residual(t: Tensor) -> Tensor:
 
 def normalize(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm of x (B, S, H*h) with weight (H*h,), over all heads. As a seam: over those of other ranks, too."""
-    return F.rms_norm(x, weight.shape, weight, eps)
+    return rms_norm(x, weight, eps)
 
 
 @dataclass(frozen=True)

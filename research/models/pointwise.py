@@ -1,0 +1,105 @@
+"""Work that reads and writes each element a few times: bound by memory, so each part keeps only what its backward
+needs and allocates little. Products and attention are in kernels.py.
+
+T tokens, D normalised dim, F hidden width
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x (.., D) / rms(x) * weight (D,), inside float32 at least. Keeps x as it is and 1/rms of each row.
+
+    On CUDA torch's own kernel keeps the same. On a CPU torch composes the norm of parts, each of which keeps a float32
+    copy of x, and takes 7 times as long."""
+    if x.is_cuda:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    y: Tensor = _RMSNorm.apply(x, weight, eps)
+    return y
+
+
+class _RMSNorm(torch.autograd.Function):
+    """r = 1 / sqrt(mean(x^2) + eps) of each row (Zhang and Sennrich 2019, eq. 4)
+
+    forward   (T, D), (D,) -> (T, D)         y = x r w
+    backward  (T, D) -> (T, D), (D,)         dx = r (dy w - x r^2 mean(dy w x)), dw = sum_t r dy x
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:  # type: ignore[no-untyped-def]
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
+        r = (norm.square_() / x.shape[-1] + eps).rsqrt_()
+        ctx.save_for_backward(x, weight, r)
+        return (x * r).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
+        kept_x, kept_weight, r = ctx.saved_tensors
+        x, dy, weight, r = (t.to(r.dtype) for t in (kept_x, dy, kept_weight, r))
+        product = x * dy
+        mean = (product @ weight)[..., None].mul_(r.square()).div_(x.shape[-1])
+        dw = product.flatten(0, -2).T.mv(r.flatten())
+        dx = torch.mul(dy, weight, out=product).addcmul_(x, mean, value=-1).mul_(r)
+        return dx.to(kept_x.dtype), dw.to(kept_weight.dtype), None
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up (Shazeer 2020, eq. 6). Keeps its two inputs: silu(gate) is computed again."""
+    y: Tensor = _SwiGLU.apply(gate, up)
+    return y
+
+
+class _SwiGLU(torch.autograd.Function):
+    """
+    forward   (T, F), (T, F) -> (T, F)       y = silu(g) u
+    backward  (T, F) -> (T, F), (T, F)       dg = dy u silu'(g), du = dy silu(g)
+    """
+
+    @staticmethod
+    def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
+        gate, up = ctx.saved_tensors
+        dg = torch.ops.aten.silu_backward(dy * up, gate)
+        return dg, F.silu(gate).mul_(dy)
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x (B, S, H, h), cos and sin (B, S, 1, R/2) -> the same with its first R elements turned, i and i + R/2 as a pair
+    (Su et al. 2021, eq. 34)."""
+    y: Tensor = _Turn.apply(x, cos, sin)
+    return y
+
+
+class _Turn(torch.autograd.Function):
+    """
+    forward   (B, S, H, h) -> (B, S, H, h)   y = R(angle) x
+    backward  (B, S, H, h) -> (B, S, H, h)   dx = R(-angle) dy
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(cos, sin)
+        return _turned(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
+        cos, sin = ctx.saved_tensors
+        return _turned(dy, cos, -sin), None, None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    width = cos.shape[-1]
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    sizes = [width, width, x.shape[-1] - 2 * width]
+    (a, b, rest), (ya, yb, yrest) = x.split(sizes, -1), y.split(sizes, -1)
+    torch.mul(a, cos, out=ya).addcmul_(b, sin, value=-1)
+    torch.mul(b, cos, out=yb).addcmul_(a, sin)
+    yrest.copy_(rest)
+    return y
