@@ -134,6 +134,7 @@ class ModelConfig:
         "llama3_8b",
         "llama3_70b",
         "llama3_405b",
+        "qwen25_72b",
         "mixtral_8x7b",
         "mixtral_8x22b",
         "qwen3_30b_a3b",

@@ -37,6 +37,10 @@ PRESETS: Mapping[str, Preset] = {
     "llama3_8b": {**LLAMA_3, "dim": 4096, "layers": 32, "heads": 32, "ffn": 14336},
     "llama3_70b": {**LLAMA_3, "dim": 8192, "layers": 80, "heads": 64, "ffn": 28672},
     "llama3_405b": {**LLAMA_3, "dim": 16384, "layers": 126, "heads": 128, "ffn": 53248},
+    "qwen25_72b": {  # Qwen2.5 technical report, table 1 and its config file
+        **DENSE, "vocab": 152064, "dim": 8192, "layers": 80, "heads": 64, "kv_heads": 8, "ffn": 29568, "qkv_bias": True,
+        "norm_eps": 1e-6, "rope_base": 1e6,
+    },
     "mixtral_8x7b": {**MIXTRAL, "dim": 4096, "layers": 32, "heads": 32, "expert_ffn": 14336},
     "mixtral_8x22b": {**MIXTRAL, "dim": 6144, "layers": 56, "heads": 48, "expert_ffn": 16384},
     "qwen3_30b_a3b": {**QWEN_3, "dim": 2048, "layers": 48, "heads": 32, "expert_ffn": 768},
