@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 
-.PHONY: setup quickstart test test-slow gpu clean
+.PHONY: setup quickstart test test-slow bench gpu clean
 
 setup: .venv/installed
 
@@ -22,8 +22,11 @@ test: setup
 test-slow: setup
 	$(PY) -m pytest -m slow
 
+bench: setup
+	$(PY) -m experiments.bench
+
 gpu: setup
 	$(PY) -m experiments.gpu
 
 clean:
-	rm -rf .venv .cache results/rows results/tables results/figures
+	rm -rf .venv .cache results/rows results/tables results/figures results/bench

@@ -30,6 +30,7 @@ MAY_IMPORT = {
     "research.ablation": "config record",
     "research.train": "config ledger mesh comm record data models parallel.axis build launch train",
     "research.report": "config files record report",
+    "research.bench": "bench config files models",
     "experiments": "research experiments.command experiments.tables",
 }
 ALONE = ("research", "research.parallel")  # packages without code

@@ -1,0 +1,112 @@
+"""Side by side: equal before timed, ratios by hand, CPU time of children, and the command."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from experiments import bench
+from research.bench import registry, side_by_side
+from research.bench.side_by_side import Case, NotEqualError, Side, compare, cpu_s, gate
+
+ONE = torch.ones(3)
+
+
+def busy(seconds, values=None):
+    def run():
+        end = time.process_time() + seconds
+        while time.process_time() < end:
+            pass
+        return {"y": ONE} if values is None else values
+
+    return run
+
+
+def case(*others, ours=None, tolerance=1e-6):
+    sides = [Side(f"other {i}", run) for i, run in enumerate(others)]
+    return Case("a case", 1, tolerance, Side("ours", ours or busy(0)), sides)
+
+
+def test_ratio_of_each_side():
+    steps = []
+    results = compare(case(busy(0.02), busy(0.005), ours=busy(0.01)), 7, lambda: steps.append(1))
+    assert [r.other for r in results] == ["other 0", "other 1"] and len(steps) == 7
+    assert [r.cpu_ratio.median for r in results] == pytest.approx([0.5, 2.0], rel=0.2)
+    assert results[0].ours_cpu_ms == pytest.approx(10, rel=0.2) and results[0].repetitions == 7
+    assert all(r.cpu_ratio.low <= r.cpu_ratio.median <= r.cpu_ratio.high for r in results)
+
+
+def test_ratio_by_hand(monkeypatch):
+    """Paired: 1/2, 4/2, 3/6 have the median 1/2, which the ratio of medians, 3/2, is not."""
+    taken = iter([2.0, 1.0, 4.0, 2.0, 6.0, 3.0])  # the order reverses each time
+    monkeypatch.setattr(side_by_side, "_timed", lambda run: (t := next(taken), t))
+    (result,) = compare(case(busy(0)), 3)
+    assert (result.cpu_ratio.low, result.cpu_ratio.median, result.cpu_ratio.high) == (0.5, 0.5, 1.25)
+    assert (result.ours_cpu_ms, result.other_cpu_ms) == (3000.0, 2000.0)
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"y": ONE * 1.1}, "a case: y of ours and other 0 differ by 9.1e-02, tolerance 1e-06: nothing was timed"),
+        ({"y": ONE * torch.nan}, "y of ours and other 0 differ by nan"),
+        ({"y": ONE, "z": ONE}, "ours and other 0 do not both have z"),
+    ],
+)
+def test_nothing_unequal_is_timed(monkeypatch, values, message):
+    monkeypatch.setattr(side_by_side, "_timed", lambda run: pytest.fail("timed"))
+    with pytest.raises(NotEqualError) as caught:
+        compare(case(busy(0, values)), 3)
+    assert message in str(caught.value)
+
+
+def test_cpu_time_of_children_counts():
+    before = cpu_s()
+    burn = "import time\nwhile time.process_time() < 0.3: pass"
+    subprocess.run([sys.executable, "-c", burn], check=True)
+    assert cpu_s() - before >= 0.25
+
+
+def test_layers_are_equal(monkeypatch):
+    """The gate of the real cases, on fewer tokens; and a planted fault in a weight."""
+    layer = pytest.importorskip("research.bench.layer")
+    monkeypatch.setattr(layer, "LENGTH", 32)
+    dense, moe = list(layer.cases())[:2]
+    for one in (dense, moe):
+        assert max(gate(one).values()) < layer.TOLERANCE
+    other, config = layer._llama()
+    ours, theirs = layer.pair(layer.DENSE, "transformers", other, config)
+    with torch.no_grad():
+        other.mlp.up_proj.weight[0] *= 1.01
+    with pytest.raises(NotEqualError):
+        gate(Case("planted", 1, layer.TOLERANCE, ours, [theirs]))
+
+
+def test_the_command(monkeypatch, tmp_path, capsys):
+    def waits():
+        """Waits."""
+        yield case(busy(0.002))
+
+    monkeypatch.setattr(bench, "BENCHES", {"waits": waits})
+    monkeypatch.setattr(bench, "FOLDER", tmp_path)
+    assert bench.main(["waits", "repetitions=3"]) == 0
+    assert "| a case | 1         | other 0 |" in capsys.readouterr().out
+    content = json.loads((tmp_path / "bench" / "waits.json").read_text())
+    assert content["bench"] == "waits" and content["rows"][0]["repetitions"] == 3
+    assert "# Bench: waits" in (tmp_path / "bench" / "waits.md").read_text()
+    assert bench.main(["--help"]) == 0 and "waits: Waits." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("word", ["lyer", "repetitions=1", "repetitions=x"])
+def test_bad_words(word, capsys):
+    assert bench.main([word]) == 1
+    assert f"{word} is no bench; legal: layer, and repetitions=N" in capsys.readouterr().err
+
+
+def test_a_missing_peer_is_told(monkeypatch, capsys):
+    monkeypatch.setattr(registry.importlib.util, "find_spec", lambda name: None)
+    assert bench.main(["layer"]) == 1
+    assert "compares with transformers, which is not installed: pip install" in capsys.readouterr().err
