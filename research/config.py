@@ -147,7 +147,7 @@ class ModelConfig:
     ] = key("none", "a published model: other defaults for the keys of this section (research/presets.py)")
 
     def problems(self) -> Iterator[Problem]:
-        if self.heads % self.kv_heads:
+        if self.attention == "gqa" and self.heads % self.kv_heads:
             rule = f"must divide model.heads={self.heads}"
             yield Problem("model.kv_heads", self.kv_heads, rule, divisors(self.heads))
         if self.head_dim % 2:

@@ -172,6 +172,11 @@ def test_an_impossible_combination_names_both_keys(refused, words: list[str], to
     assert refused(*words) == [told]
 
 
+def test_latent_attention_has_no_kv_heads() -> None:
+    words = ["model.attention=mla", "model.rotary_dim=4", "model.heads=5"]
+    assert configs.load(None, words).model.kv_heads == 2
+
+
 def test_no_experts_need_no_top_k() -> None:
     assert configs.load(None, ["model.experts=0", "model.top_k=9"]).model.experts == 0
 
