@@ -87,8 +87,8 @@ def _placed(schedule: Schedule) -> Iterator[str]:
         yield f"no rank holds stage {stage}"
 
 
-def walk(schedule: Schedule) -> Iterator[tuple[int, int, Entry]]:
-    """Rank, index and entry of everything, in an order that all needs allow: every rank goes on as far as it can.
+def walk(schedule: Schedule) -> Iterator[tuple[int, Entry, list[Action]]]:
+    """Rank, entry and its needs, of everything, in an order that all needs allow: every rank goes on as far as it can.
 
     Sends do not wait for their receiver and keep the order in which they were made. Raises ScheduleError if ranks wait
     for each other.
@@ -103,21 +103,22 @@ def walk(schedule: Schedule) -> Iterator[tuple[int, int, Entry]]:
         while place[rank] < len(entries):
             entry = entries[place[rank]]
             actions = parts(entry)
-            missing = next((n for a in actions for n in needs(a, schedule.stages) if n not in done), None)
-            if missing is not None:
-                waiting.setdefault(missing, []).append(rank)
+            needed = [n for a in actions for n in needs(a, schedule.stages)]
+            missing = [n for n in needed if n not in done]
+            if missing:
+                waiting.setdefault(missing[0], []).append(rank)
                 break
-            yield rank, place[rank], entry
+            yield rank, entry, needed
             place[rank] += 1
             for a in actions:
                 result = made(a)
                 done.add(result)
                 ready.extend(waiting.pop(result, ()))
     if waiting:
-        stuck = sorted((rank, missing) for missing, ranks in waiting.items() for rank in ranks)
+        stuck = sorted((rank, need) for need, ranks in waiting.items() for rank in ranks)
         told = [
-            f"rank {rank} stands before {show(schedule.actions[rank][place[rank]])} and waits for {show(missing)}"
-            for rank, missing in stuck
+            f"rank {rank} stands before {show(schedule.actions[rank][place[rank]])} and waits for {show(need)}"
+            for rank, need in stuck
         ]
         raise ScheduleError(f"schedule {schedule.name} deadlocks: " + "; ".join(told[:MANY]))
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from research.parallel.pp.check import made, needs, walk
+from research.parallel.pp.check import made, walk
 from research.parallel.pp.schedule import Schedule
 from research.train.action import Action, Entry, Overlap, parts
 
@@ -76,19 +76,17 @@ def simulate(schedule: Schedule, times: Times) -> Timeline:
     arrived: dict[Action, tuple[float, int]] = {}  # what was made -> when, and by which rank
     starts: list[list[float]] = [[] for _ in range(schedule.ranks)]
     ends: list[list[float]] = [[] for _ in range(schedule.ranks)]
-    stages, transfer = schedule.stages, times.transfer
-    for rank, _, entry in walk(schedule):
+    transfer = times.transfer
+    for rank, entry, needed in walk(schedule):
         start = ends[rank][-1] if ends[rank] else 0.0
-        actions = parts(entry)
-        for action in actions:
-            for need in needs(action, stages):
-                end, maker = arrived[need]
-                if maker != rank:
-                    end += transfer[min(need.stage, action.stage)]
-                start = max(start, end)
+        for need in needed:
+            end, maker = arrived[need]
+            if maker != rank:  # an activation goes up by one stage, a gradient down
+                end += transfer[need.stage if need.kind == "F" else need.stage - 1]
+            start = max(start, end)
         end = start + times.of(entry)
         starts[rank].append(start)
         ends[rank].append(end)
-        for action in actions:
+        for action in parts(entry):
             arrived[made(action)] = end, rank
     return Timeline(schedule, tuple(map(tuple, starts)), tuple(map(tuple, ends)))
