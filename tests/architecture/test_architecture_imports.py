@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "research.train.action": "",
     "research.train": "config ledger mesh comm record data models parallel.axis build launch train",
     "research.report": "config files record report",
-    "research.reproduce": "parallel.pp reproduce train.action",
+    "research.reproduce": "parallel.pp reproduce",
     "experiments": "research experiments.command experiments.tables",
 }
 ALONE = ("research", "research.parallel")  # packages without code
