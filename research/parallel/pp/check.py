@@ -59,6 +59,12 @@ def made(action: Action) -> Action:
 def _counted(schedule: Schedule) -> Iterator[str]:
     """F once, and either BW once or B and W once, of every stage and microbatch."""
     counts = Counter(action for rank in range(schedule.ranks) for action in schedule.flat(rank))
+    if schedule.stages * schedule.microbatches > len(counts):  # a mistyped number, most likely
+        yield (
+            f"{len(counts)} actions are too few for {schedule.stages} stages, {schedule.microbatches} microbatches: a "
+            "forward and a backward of each"
+        )
+        return
     for stage in range(schedule.stages):
         for m in range(schedule.microbatches):
             f, b, w, bw = (counts.pop(Action(kind, stage, m), 0) for kind in ("F", "B", "W", "BW"))

@@ -19,24 +19,43 @@ LABELLED = 2000  # actions; more are too small to be told apart
 FORMATS = ("svg", "png")
 
 
-def picture(timeline: Timeline, title: str, form: str) -> bytes:
-    """An SVG or PNG with a line a rank; boxes carry the number of their microbatch, overlapped pairs a dark frame."""
+LEGEND = (
+    "F forward, B gradient of the input, W gradients of the weights, R both gradients, X an overlapped pair (the number "
+    "is its\nforward's); below, the last digit of the microbatch; small letters: not the first stage of its rank; "
+    ". waiting"
+)
+
+
+def picture(timelines: Sequence[Timeline], form: str) -> bytes:
+    """An SVG or PNG, schedules below each other on one scale, a line a rank; boxes carry the number of their microbatch,
+    overlapped pairs a dark frame."""
+    heights = [0.9 + 0.32 * max(t.schedule.ranks, 3) for t in timelines]
+    figure = Figure(figsize=(12, 0.4 + sum(heights)), dpi=120, layout="constrained")
+    panels = figure.subplots(len(timelines), squeeze=False, height_ratios=heights)[:, 0]
+    longest = max(t.step for t in timelines)
+    for axes, timeline in zip(panels, timelines, strict=True):
+        _draw(axes, timeline)
+        axes.set_xlim(0, longest)
+    actions = [a for t in timelines for r in range(t.schedule.ranks) for a in t.schedule.flat(r)]
+    kinds = sorted({a.kind for a in actions}, key=list(COLOURS).index)
+    handles = [Patch(color=COLOURS[k], label=NAMES[k]) for k in kinds]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize="small")
+    out = io.BytesIO()
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "schedules"}):
+        figure.savefig(out, format=form, metadata={"Date": None} if form == "svg" else None)
+    return out.getvalue()
+
+
+def _draw(axes: Axes, timeline: Timeline) -> None:
     schedule = timeline.schedule
-    figure = Figure(figsize=(12, 0.9 + 0.32 * max(schedule.ranks, 3)), dpi=120, layout="constrained")
-    axes = figure.subplots()
+    labelled = sum(map(len, schedule.actions)) <= LABELLED
     for rank in range(schedule.ranks):
-        _draw_rank(axes, timeline, rank, len(list(_boxes(timeline, rank))) * schedule.ranks <= LABELLED)
-    axes.set(xlim=(0, timeline.step), ylim=(schedule.ranks - 0.5, -0.5), title=title)
+        _draw_rank(axes, timeline, rank, labelled)
+    title = f"{schedule.name}: step {timeline.step:g}, bubble {timeline.bubble:.1%}"
+    axes.set(ylim=(schedule.ranks - 0.5, -0.5), title=title)
     axes.set(yticks=range(schedule.ranks), yticklabels=[f"rank {r}" for r in range(schedule.ranks)])
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(left=False)
-    kinds = dict.fromkeys(a.kind for r in range(schedule.ranks) for a in schedule.flat(r))
-    handles = [Patch(color=COLOURS[k], label=NAMES[k]) for k in sorted(kinds, key=list(COLOURS).index)]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize="small")
-    out = io.BytesIO()
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": schedule.name}):
-        figure.savefig(out, format=form, metadata={"Date": None} if form == "svg" else None)
-    return out.getvalue()
 
 
 def _boxes(timeline: Timeline, rank: int) -> Iterator[tuple[Action, float, float, float, float]]:
@@ -61,19 +80,25 @@ def _draw_rank(axes: Axes, timeline: Timeline, rank: int, labelled: bool) -> Non
             axes.text(*middle, str(action.microbatch), ha="center", va="center", fontsize=6 if height > 0.5 else 4)
 
 
-def sketch(timeline: Timeline, width: int = 120) -> str:
-    """Two lines a rank: what it runs, and the last digit of the microbatch. A letter is small where the stage is not
-    the rank's first; X is an overlapped pair, told by its forward; a dot is waiting."""
-    lengths = [e - s for r in range(timeline.schedule.ranks) for s, e in zip(*_times(timeline, r), strict=True) if e > s]
-    unit = min(lengths, default=1.0)
+def sketch(timeline: Timeline, width: int = 120, unit: float | None = None) -> str:
+    """Two lines a rank, read by LEGEND; a column is `unit` of time."""
+    unit = unit or unit_of(timeline)
     columns = max(round(timeline.step / unit), 1)
     lines = []
     for rank in range(timeline.schedule.ranks):
         kinds, numbers = _columns(timeline, rank, unit, columns)
-        lines += [f"rank {rank:<3}{kinds[:width]}", f"{'':8}{numbers[:width]}"]
+        lines += [f"rank {rank:<3}{kinds[:width]}", f"{'':8}{numbers[:width]}".rstrip()]
     if columns > width:
         lines.append(f"{'':8}the first {width} of {columns} columns")
     return "\n".join(lines)
+
+
+def unit_of(*timelines: Timeline) -> float:
+    """What a column may stand for: the shortest time, or half of it where others are no multiples."""
+    pairs = [pair for t in timelines for r in range(t.schedule.ranks) for pair in zip(*_times(t, r), strict=True)]
+    lengths = {round(end - start, 9) for start, end in pairs if end > start}
+    shortest = min(lengths, default=1.0)
+    return shortest if all(abs(n / shortest - round(n / shortest)) < 1e-6 for n in lengths) else shortest / 2
 
 
 def _times(timeline: Timeline, rank: int) -> tuple[Sequence[float], Sequence[float]]:
