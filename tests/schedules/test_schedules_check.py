@@ -45,7 +45,7 @@ PLANTS = {
     ),
     "too many": (changed(ZB, 0, lambda e: e.append(Action("F", 0, 8))), "F of stage 0, microbatch 8 is none of"),
     "not held": (dataclasses.replace(ZB, holds=((0,), (1,), (2,), (0,))), "rank 3 runs stage 3 but holds 0"),
-    "held by none": (dataclasses.replace(ZB, stages=5), "too few for 5 stages|no rank holds stage 4"),
+    "held by none": (dataclasses.replace(ZB, stages=5), "96 actions are too few|F of stage 4, microbatch 0 runs 0 times"),
 }
 
 
@@ -139,10 +139,8 @@ def test_uneven_stages_weigh_what_they_hold():
 def test_every_message_is_sent_once_and_needed_once(name):
     schedule = generate(name, 4, 9)
     sent = [m for way in messages(schedule).values() for m in way]
-    inside = sum(a + 1 == b or b + 1 == a for held in schedule.holds for a, b in [sorted(held)[-2:]] if len(held) > 1)
-    if name in ("dualpipe",):
-        inside = 0  # neighbours that a rank holds belong to microbatches of other directions
-    assert len(sent) == len(set(sent)) == 2 * 9 * (schedule.stages - 1 - inside)
+    turns = 1 if name in ("zbv", "v_half", "v_min", "dualpipe_v") else 0  # boundaries inside the last rank of a V
+    assert len(sent) == len(set(sent)) == 2 * 9 * (schedule.stages - 1 - turns)
     for (sender, receiver), way in messages(schedule).items():
         assert sender != receiver
         assert all(m.kind in ("F", "B") for m in way)

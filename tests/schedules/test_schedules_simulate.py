@@ -49,7 +49,7 @@ def test_starts_are_longest_paths_of_uneven_times(name):
 def test_one_slow_stage_sets_the_pace():
     schedule = generate("1f1b", 4, 50)
     slow = simulate(schedule, Times([1, 1, 3, 1], [1, 1, 3, 1], [1, 1, 3, 1], [0, 0, 0]))
-    assert slow.step == pytest.approx(50 * 9 + 2 * 3 + 3)  # and the way there and back of the first and last one
+    assert slow.step == pytest.approx(50 * 9 + 2 * 1 + 2 * 2)  # and the way there of the first, back of the last
 
 
 def test_transfers_between_stages_of_one_rank_are_free():

@@ -27,8 +27,7 @@ class Report:
 
 def check(schedule: Schedule) -> Report:
     """Raises ScheduleError with what is wrong."""
-    problems = [*_counted(schedule), *_placed(schedule)]
-    if problems:
+    if problems := [*_counted(schedule)] or [*_placed(schedule)]:
         left = len(problems) - MANY
         more = [f"and {left} more"] if left > 0 else []
         raise ScheduleError(f"schedule {schedule.name}: " + "; ".join(problems[:MANY] + more))
@@ -89,8 +88,6 @@ def _placed(schedule: Schedule) -> Iterator[str]:
                 yield f"rank {rank} runs stage {stage} but holds {', '.join(map(str, schedule.holds[rank]))}"
             elif where.setdefault((stage, m), rank) != rank:
                 yield f"stage {stage} runs microbatch {m} on ranks {where[stage, m]} and {rank}"
-    for stage in set(range(schedule.stages)) - {s for held in schedule.holds for s in held}:
-        yield f"no rank holds stage {stage}"
 
 
 def walk(schedule: Schedule) -> Iterator[tuple[int, Entry, list[Action]]]:
