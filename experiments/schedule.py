@@ -75,8 +75,11 @@ def timeline(name: str, args: argparse.Namespace) -> Timeline:
 
 def summary(lines: Sequence[Timeline]) -> Table:
     columns = ("schedule", "stages a rank", "step time", "bubble", "alone", "peak activations of each rank")
-    table = Table(*columns, caption="bubble: ranks wait for the last one; alone: of the rank that takes longest.\n"
-                  "activations: in microbatches of 1/ranks of the model")
+    table = Table(
+        *columns,
+        caption="bubble: ranks wait for the last one; alone: of the rank that takes longest.\n"
+        "activations: in microbatches of 1/ranks of the model",
+    )
     for line in lines:
         s = line.schedule
         peaks = ", ".join(f"{n * s.ranks / s.stages:g}" for n in check(s).live)

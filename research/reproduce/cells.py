@@ -1,5 +1,6 @@
 """A published figure beside ours."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ def table(papers: Path, paper: str, title: str) -> list[dict[str, Any]]:
     return [dict(zip(found["columns"], row, strict=True)) for row in found["rows"]]
 
 
-def known(formulas: dict[str, float], text: str) -> float:
+def known(formulas: Mapping[str, float], text: str) -> float:
     """What a printed formula comes to. Raises ValueError for one that is not among those written out in code."""
     if text not in formulas:
         raise ValueError(f"formula {text!r} is not known; known: {', '.join(formulas)}")

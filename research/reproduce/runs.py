@@ -27,8 +27,8 @@ class Run:
         return tuple(self.timeline.step - self.timeline.busy(r) for r in range(self.timeline.schedule.ranks))
 
     def peaks(self, kept: float = 1.0, late: float | None = None) -> tuple[float, ...]:
-        """Most activations that each rank holds, counted in microbatches of 1/ranks of the model; of these `kept` from F
-        on, `late` from B to W."""
+        """Most activations that each rank holds, counted in microbatches of 1/ranks of the model: `kept` from F on,
+        `late` from B to W."""
         s = self.timeline.schedule
         share = s.ranks / s.stages
         return peaks(s, [kept * share] * s.stages, [(kept if late is None else late) * share] * s.stages)

@@ -15,7 +15,6 @@ from research.models.decoder import Output
 from research.train.action import Action
 from research.train.storage import Storage
 
-
 NAMES = {"F": "forward", "BW": "backward"}  # in traces
 
 

@@ -34,7 +34,7 @@ ZB = generate("zb_h1", 4, 8)
 PLANTS = {
     "two swapped": (changed(generate("1f1b", 2, 4), 0, swap(0, 2)), "deadlock"),
     "a backward before its forward": (changed(generate("gpipe", 2, 2), 1, swap(1, 3)), "deadlock"),
-    "W before B": (changed(ZB, 0, swap(4, 5)), "deadlock.*rank 0 stands before W of stage 0, microbatch 0 and waits for B"),
+    "W before B": (changed(ZB, 0, swap(4, 5)), "rank 0 stands before W of stage 0, microbatch 0 and waits for B"),
     "W missing": (changed(ZB, 2, without(Action("W", 2, 5))), "stage 2, microbatch 5 runs BW 0, B 1, W 0 times"),
     "B missing": (changed(ZB, 1, without(Action("B", 1, 0))), "stage 1, microbatch 0 runs BW 0, B 0, W 1 times"),
     "F missing": (changed(ZB, 3, without(Action("F", 3, 7))), "F of stage 3, microbatch 7 runs 0 times"),
@@ -45,7 +45,7 @@ PLANTS = {
     ),
     "too many": (changed(ZB, 0, lambda e: e.append(Action("F", 0, 8))), "F of stage 0, microbatch 8 is none of"),
     "not held": (dataclasses.replace(ZB, holds=((0,), (1,), (2,), (0,))), "rank 3 runs stage 3 but holds 0"),
-    "held by none": (dataclasses.replace(ZB, stages=5), "96 actions are too few|F of stage 4, microbatch 0 runs 0 times"),
+    "held by none": (dataclasses.replace(ZB, stages=5), "F of stage 4, microbatch 0 runs 0 times"),
 }
 
 

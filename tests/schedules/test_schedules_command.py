@@ -65,5 +65,5 @@ def test_a_file_asked_for_other_numbers(capsys, tmp_path):
     status, _, err = run(capsys, f"file:{tmp_path}/a.csv --ranks 0")
     assert status == 2 and "ranks=0" in err
     (tmp_path / "b.csv").write_text("0F0,0B0\n1F0,1B0,1B0\n")
-    status, out, err = run(capsys, f"file:{tmp_path}/b.csv")
+    status, _, err = run(capsys, f"file:{tmp_path}/b.csv")
     assert status == 2 and "stage 1, microbatch 0 runs BW 2" in err

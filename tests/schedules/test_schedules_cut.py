@@ -93,5 +93,5 @@ def test_every_parameter_of_a_model_is_in_one_stage(tied, change):
 
 
 def test_a_parameter_without_a_stage_is_told():
-    with pytest.raises(ValueError, match="parameter layers.9.ffn.w_up belongs to layers.9, which no stage holds"):
+    with pytest.raises(ValueError, match=r"parameter layers\.9\.ffn\.w_up belongs to layers\.9, which no stage holds"):
         parameters(["layers.9.ffn.w_up"], evenly(4, 2), tied=False)

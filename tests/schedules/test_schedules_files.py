@@ -69,7 +69,7 @@ def test_a_file_is_checked_and_keeps_its_numbers(tmp_path):
         check(generate(f"file:{path}", 2, 1))
     with pytest.raises(ValueError, match="ranks=4; legal: 2; microbatches=8; legal: 1; stages per rank=3; legal: 1"):
         generate(f"file:{path}", 4, 8, 3)
-    with pytest.raises(ValueError, match="nowhere.csv cannot be read"):
+    with pytest.raises(ValueError, match=r"nowhere\.csv cannot be read"):
         generate("file:nowhere.csv", 4, 8)
 
 

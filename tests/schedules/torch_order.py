@@ -33,7 +33,7 @@ def order(name, ranks, microbatches, per_rank=1):
         stand_in = SimpleNamespace(_num_stages=ranks, _n_microbatches=microbatches)
         rows = SINGLE[name]._get_pipeline_order(stand_in)
         if name == "1f1b":  # torch 2.13 counts the last rank's forwards from 1: F1 B0 F2 B1 ...
-            shift = rows[ranks - 1][0].microbatch_index 
+            shift = rows[ranks - 1][0].microbatch_index
             rows[ranks - 1] = [
                 a._replace(microbatch_index=a.microbatch_index - shift) if a and a.computation_type == theirs.F else a
                 for a in rows[ranks - 1]

@@ -131,8 +131,8 @@ def show(entry: Entry) -> str:
 
 
 def peaks(schedule: Schedule, kept: Sequence[float] = (), late: Sequence[float] = ()) -> tuple[float, ...]:
-    """Most that each rank ever holds of activations: `kept[stage]` from F on, `late[stage]` after B until W has run, both
-    1 unless given. The order of a rank's list decides it, whatever the times."""
+    """Most that each rank ever holds of activations: `kept[stage]` from F on, `late[stage]` after B until W has run;
+    1 and as much again unless given. The order of a rank's list decides it, whatever the times."""
     kept, late = kept or [1] * schedule.stages, late or kept or [1] * schedule.stages
     found = []
     for rank in range(schedule.ranks):
@@ -151,7 +151,7 @@ def peaks(schedule: Schedule, kept: Sequence[float] = (), late: Sequence[float] 
 
 
 def messages(schedule: Schedule) -> dict[tuple[int, int], list[Action]]:
-    """(sender, receiver) -> what it sends, in its order: F activations, B gradients, named by the stage that makes them."""
+    """(sender, receiver) -> what it sends, in its order: activations by the F that makes them, gradients by the B."""
     to = {(a.stage, a.microbatch): rank for rank in range(schedule.ranks) for a in schedule.flat(rank)}
     found: dict[tuple[int, int], list[Action]] = {}
     for rank in range(schedule.ranks):

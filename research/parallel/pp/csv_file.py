@@ -40,7 +40,8 @@ def parse(text: str, name: str) -> Schedule:
     flat = [[a for entry in entries for a in parts(entry)] for entries in lists]
     if not any(flat):
         raise ValueError(f"{name} holds no action; {LEGAL}")
-    stages, microbatches = (1 + max(max(a[i] for a in row) for row in flat if row) for i in (1, 2))
+    everything = [a for row in flat for a in row]
+    stages, microbatches = 1 + max(a.stage for a in everything), 1 + max(a.microbatch for a in everything)
     holds = tuple(tuple(dict.fromkeys(a.stage for a in row)) for row in flat)
     return Schedule(name, stages, microbatches, holds, lists)
 

@@ -36,8 +36,10 @@ def by_list(layers: int, counts: Sequence[int]) -> tuple[tuple[str, ...], ...]:
     ends[-1] += 1
     cut = tuple(parts[start:end] for start, end in pairwise([0, *ends]))
     if empty := [stage for stage, held in enumerate(cut) if not held]:
-        raise ValueError(f"layers of stages={list(counts)} leave nothing to stages {empty}: each needs a layer, but the "
-                         "first, which holds the embedding, and the last, which holds the head")
+        raise ValueError(
+            f"layers of stages={list(counts)} leave nothing to stages {empty}: each needs a layer, but the first, "
+            "which holds the embedding, and the last, which holds the head"
+        )
     return cut
 
 
@@ -68,9 +70,9 @@ def _least(sums: Sequence[float], stages: int) -> list[list[float]]:
     tables = [list(sums)]
     for k in range(1, stages):
         before = tables[-1]
-        tables.append([
-            min((max(before[i], sums[n] - sums[i]) for i in range(k, n)), default=math.inf) for n in range(len(sums))
-        ])
+        tables.append(
+            [min((max(before[i], sums[n] - sums[i]) for i in range(k, n)), default=math.inf) for n in range(len(sums))]
+        )
     return tables
 
 

@@ -19,16 +19,14 @@ LABELLED = 2000  # actions; more are too small to be told apart
 FORMATS = ("svg", "png")
 
 
-LEGEND = (
-    "F forward, B gradient of the input, W gradients of the weights, R both gradients, X an overlapped pair (the number "
-    "is its\nforward's); below, the last digit of the microbatch; small letters: not the first stage of its rank; "
-    ". waiting"
-)
+LEGEND = """\
+F forward, B gradient of the input, W gradients of the weights, R both gradients, X an overlapped pair, told by its
+forward; small letters: not the first stage of its rank; below, the last digit of the microbatch; . waiting"""
 
 
 def picture(timelines: Sequence[Timeline], form: str) -> bytes:
-    """An SVG or PNG, schedules below each other on one scale, a line a rank; boxes carry the number of their microbatch,
-    overlapped pairs a dark frame."""
+    """An SVG or PNG: schedules below each other on one scale, a line a rank. Boxes carry the number of their
+    microbatch, overlapped pairs a dark frame."""
     heights = [0.9 + 0.32 * max(t.schedule.ranks, 3) for t in timelines]
     figure = Figure(figsize=(12, 0.4 + sum(heights)), dpi=120, layout="constrained")
     panels = figure.subplots(len(timelines), squeeze=False, height_ratios=heights)[:, 0]

@@ -6,7 +6,6 @@ from typing import Protocol
 
 from research.train.action import Action, Entry, Overlap, parts
 
-
 Placement = tuple[tuple[int, ...], ...]  # the stages of each rank
 
 
@@ -14,8 +13,8 @@ Placement = tuple[tuple[int, ...], ...]  # the stages of each rank
 class Schedule:
     """Rank r runs `actions[r]` in that order, and holds the stages `holds[r]`.
 
-    A stage may be held by several ranks (DualPipe's copies): then a microbatch meets one of them, the rank in whose list
-    it stands. Sends and receives are not listed: they follow from the dependencies (`check.needs`).
+    A stage may be held by several ranks (DualPipe's copies): then a microbatch meets one of them, the rank in whose
+    list it stands. Sends and receives are not listed: they follow from the dependencies (`check.needs`).
     """
 
     name: str
@@ -55,8 +54,15 @@ def restrict(schedule: Schedule, microbatches: int) -> Schedule:
 class Family(Protocol):
     """Schedules of one kind, told apart by its fields."""
 
-    per_rank: int | None  # stages that a rank holds; None: as many as one likes
-    together: int  # ranks must be a multiple of this
+    @property
+    def per_rank(self) -> int | None:
+        """Stages that a rank holds; None: as many as one likes."""
+        ...
+
+    @property
+    def together(self) -> int:
+        """What the number of ranks must be a multiple of."""
+        ...
 
     def holds(self, ranks: int, per_rank: int) -> Placement:
         """Which stages each rank holds."""
@@ -84,4 +90,3 @@ def folded(ranks: int) -> Placement:
 def mirrored(ranks: int) -> Placement:
     """Two copies of each stage, on ranks r and ranks - 1 - r (DeepSeek-V3, section 3.2.1)."""
     return tuple((rank, ranks - 1 - rank) for rank in range(ranks))
-
