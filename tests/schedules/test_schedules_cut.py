@@ -10,6 +10,7 @@ import torch
 
 from research.config import ModelConfig
 from research.models.decoder import Decoder, specs
+from research.models.flops import flops_by_part, flops_per_token
 from research.parallel.pp.cut import by_cost, by_list, costs_of, evenly, parameters, row_of
 
 
@@ -76,20 +77,34 @@ def test_costs_must_not_be_negative():
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("change", [{}, {"experts": 4, "top_k": 2}, {"attention": "mla"}])
+@pytest.mark.parametrize("change", [{}, {"experts": 4, "top_k": 2}, {"attention": "mla"}, {"mtp_depth": 2}])
 def test_every_parameter_of_a_model_is_in_one_stage(tied, change):
-    """And a tied head's copy of the embedding is the only one twice, where first and last stage differ."""
+    """And the copy of the embedding is the only one twice, where something at the end uses it too."""
     config = ModelConfig(layers=5, tied=tied, **change)
     with torch.device("meta"):
         declared = specs(Decoder(config))
+    costs = costs_of(5, {name: spec.numel for name, spec in declared.items()})
+    assert sum(costs.values()) == sum(spec.numel for spec in declared.values())
     for stages in range(1, 8):
-        cut = by_cost(costs_of(5, {name: spec.numel for name, spec in declared.items()}), stages)
-        held = parameters(declared, cut, tied)
+        cut = by_cost(costs, stages)
+        held = parameters(list(declared), cut, tied)
         counts = Counter(itertools.chain.from_iterable(held))
         assert set(counts) == set(declared)
         twice = {name for name, count in counts.items() if count > 1}
-        assert twice == ({"embedding.weight"} if tied and stages > 1 else set())
+        assert twice == ({"embedding.weight"} if stages > 1 and (tied or "mtp_depth" in change) else set())
         assert not twice or (twice <= set(held[0]) and twice <= set(held[-1]))
+
+
+def test_flops_as_costs():
+    """Embedding and head counted: looking up costs nothing, a large vocabulary's head as much as several layers."""
+    config = ModelConfig(layers=8, vocab=4096, mtp_depth=1)
+    with torch.device("meta"):
+        declared = specs(Decoder(config))
+    costs = flops_by_part(config, declared, 64, causal=True)
+    assert tuple(costs) == row_of(8) and costs["embedding"] == 0
+    assert sum(costs.values()) == flops_per_token(config, declared, 64, causal=True)
+    counts = layers_of(by_cost(costs, 4))
+    assert sum(counts) == 8 and counts[-1] < counts[0]
 
 
 def test_a_parameter_without_a_stage_is_told():

@@ -1,10 +1,11 @@
 """Which part of the model is whose stage: a cut of the row (embedding, layers, head) into consecutive pieces.
 
-A part is a prefix of parameter names: `embedding`, `layers.0`, ..., `head`.
+A part is a prefix of parameter names: `embedding`, `layers.0`, ..., `head`. Depths of multi-token prediction belong to
+the head, which they multiply with.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 
 EMBEDDING, HEAD = "embedding", "head"
@@ -81,9 +82,11 @@ def _fits(layers: int, stages: int) -> None:
         raise ValueError(f"stages={stages} do not fit layers={layers}, embedding and head; legal: 1 to {layers + 2}")
 
 
-def parameters(names: Iterable[str], cut: Sequence[Sequence[str]], tied: bool) -> tuple[tuple[str, ...], ...]:
-    """Names of the parameters of each stage. Each stands in one stage; a `tied` head brings a copy of the embedding's
-    weight to its stage where that is another one. Raises ValueError for a name that no part claims."""
+def parameters(names: Sequence[str], cut: Sequence[Sequence[str]], tied: bool) -> tuple[tuple[str, ...], ...]:
+    """Names of the parameters of each stage. Each stands in one stage; a `tied` head, and multi-token prediction, bring
+    a copy of the embedding's weight to the head's stage where that is another one. Raises ValueError for a name that no
+    part claims."""
+    copied = tied or any(name.startswith("mtp.") for name in names)
     stage_of = {part: stage for stage, held in enumerate(cut) for part in held}
     found: list[list[str]] = [[] for _ in cut]
     for name in names:
@@ -91,19 +94,19 @@ def parameters(names: Iterable[str], cut: Sequence[Sequence[str]], tied: bool) -
         if part not in stage_of:
             raise ValueError(f"parameter {name} belongs to {part}, which no stage holds")
         found[stage_of[part]].append(name)
-        if tied and part == EMBEDDING and stage_of[HEAD] != stage_of[EMBEDDING]:
+        if copied and part == EMBEDDING and stage_of[HEAD] != stage_of[EMBEDDING]:
             found[stage_of[HEAD]].append(name)
     return tuple(map(tuple, found))
 
 
 def part_of(name: str) -> str:
-    """layers.3.attention.wq -> layers.3; head.norm.weight -> head"""
+    """layers.3.attention.wq -> layers.3; head.norm.weight -> head; mtp.1.projection -> head"""
     words = name.split(".")
-    return ".".join(words[:2]) if words[0] == "layers" else words[0]
+    return ".".join(words[:2]) if words[0] == "layers" else HEAD if words[0] == "mtp" else words[0]
 
 
 def costs_of(layers: int, sizes: Mapping[str, float]) -> dict[str, float]:
-    """Cost of each part, from that of each parameter by name (its elements, or FLOPs of the product with it)."""
+    """Cost of each part, from that of each parameter by name; FLOPs of parts are `models.flops.flops_by_part`."""
     costs = dict.fromkeys(row_of(layers), 0.0)
     for name, size in sizes.items():
         costs[part_of(name)] += size
