@@ -24,16 +24,23 @@ def flops_per_token(c: ModelConfig, declared: Mapping[str, Spec], sequence: int,
     ones count. A depth of multi-token prediction has a layer like the last one, and multiplies with the head once more.
     Recompute does not count: the work is the model's, whatever the run does for it.
     """
-    matrices = c.mtp_depth * declared["embedding.weight" if c.tied else "head.weight"].numel
+    return sum(flops_by_part(c, declared, sequence, causal).values())
+
+
+def flops_by_part(c: ModelConfig, declared: Mapping[str, Spec], sequence: int, causal: bool) -> dict[str, int]:
+    """The same of each part, in the order of forward: embedding, layers.0, ..., head; depths of multi-token prediction
+    are the head's."""
+    parts = {"embedding": 0, **{f"layers.{i}": 0 for i in range(c.layers)}, "head": 0}
+    parts["head"] += 6 * c.mtp_depth * declared["embedding.weight" if c.tied else "head.weight"].numel
     for name, spec in declared.items():
         if len(spec.dims) > 1 and (name != "embedding.weight" or c.tied):
-            matrices += spec.numel * c.top_k // c.experts if "expert" in spec.dims else spec.numel
-    attention = 0
-    for layer in [*range(c.layers), *[c.layers - 1] * c.mtp_depth]:
+            met = spec.numel * c.top_k // c.experts if "expert" in spec.dims else spec.numel
+            parts[".".join(name.split(".")[:2]) if name.startswith("layers.") else "head"] += 6 * met
+    for layer, part in [*enumerate(list(parts)[1:-1]), *[(c.layers - 1, "head")] * c.mtp_depth]:
         window = min(window_of(c, layer) or sequence, sequence)
         seen = Fraction(2 * window * sequence - window**2, 2 * sequence) if causal else sequence
-        attention += int(6 * c.heads * (c.head_dim + c.value_width) * seen)
-    return 6 * matrices + attention
+        parts[part] += int(6 * c.heads * (c.head_dim + c.value_width) * seen)
+    return parts
 
 
 def counter() -> FlopCounterMode:

@@ -130,7 +130,7 @@ class _CrossEntropy(torch.autograd.Function):
             sums, hits = total(torch.stack([e.sum(-1), hit[:, 0]]))
             counted = targets[at] >= 0
             loss += ((sums.log() - hits) * counted).sum()
-            if wanted:
+            if dx is not None and dhead is not None:
                 e.mul_((counted / sums)[:, None])
                 if len(head):
                     e.scatter_(-1, own, e.gather(-1, own) - mine.to(wide) * counted[:, None])

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,23 +12,15 @@ from research.build import Built
 from research.ledger import EVAL
 from research.models.batch import Batch
 from research.models.decoder import Output
+from research.train.action import Action
 from research.train.storage import Storage
-
-
-class Action(NamedTuple):
-    """One unit of work: F forward, BW backward with the gradients of inputs and weights."""
-
-    kind: Literal["F", "BW"]
-    stage: int
-    microbatch: int
-
 
 NAMES = {"F": "forward", "BW": "backward"}  # in traces
 
 
 def one_stage(microbatches: int) -> list[Action]:
     """The list of a rank that holds the whole model: each microbatch forward, then at once backward."""
-    return [Action(kind, 0, m) for m in range(microbatches) for kind in ("F", "BW")]
+    return [action for m in range(microbatches) for action in (Action("F", 0, m), Action("BW", 0, m))]
 
 
 def forward_only(microbatches: int) -> list[Action]:

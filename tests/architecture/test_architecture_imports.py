@@ -23,14 +23,16 @@ MAY_IMPORT = {
     "research.record": "config files",
     "research.models": "config models",
     "research.data": "config files data models.batch",
-    "research.parallel": "config mesh comm models.batch models.seams models.kernels",  # and its own folder
+    "research.parallel": "config mesh comm models.batch models.seams models.kernels train.action",  # and its own folder
     "research.parallel.axis": "config mesh models.batch models.kernels models.seams parallel",
     "research.build": "config mesh comm models parallel.axis",
     "research.launch": "config ledger launch",
     "research.ablation": "config record",
+    "research.train.action": "",
     "research.train": "config ledger mesh comm record data models parallel.axis build launch train",
     "research.report": "config files record report",
     "research.bench": "bench config files models",
+    "research.reproduce": "parallel.pp reproduce",
     "experiments": "research experiments.command experiments.tables",
 }
 ALONE = ("research", "research.parallel")  # packages without code

@@ -1,0 +1,1 @@
+"""Pipeline schedules as data: README.md says what they are."""
