@@ -46,14 +46,15 @@ def read_config(theirs: Mapping[str, Any], what: str = "config.json") -> tuple[s
     theirs = {family.aliases.get(k, k): v for k, v in theirs.items()}
     values: Values = dict(family.settled)
     for name, key in family.keys.items():
-        value = theirs.get(name, key.default)
-        if value is REQUIRED:
+        value = theirs.get(name)
+        if value is None and key.default is REQUIRED:
             problems.append(Problem(name, None, "is missing"))
-        values |= dict.fromkeys(key.ours, value)
+        values |= dict.fromkeys(key.ours, key.default if value is None else value)
     for codec in family.codecs:
         values |= codec.read(theirs, problems)
     problems += _unsupported(theirs, family)
-    values = {k: v for k, v in values.items() if v is not REQUIRED}
+    if problems:  # what follows from a missing key is no second problem
+        values = {k: v for k, v in values.items() if v is not None and v is not REQUIRED}
     try:
         model = configs.from_mapping({"model": values}).model
     except ConfigError as error:
@@ -81,11 +82,11 @@ def _unsupported(theirs: Mapping[str, Any], family: Family) -> list[Problem]:
 
 
 def write_config(model: ModelConfig, kind: str, positions: int) -> Values:
-    """config.json of a model that fits the family; `positions`: `max_position_embeddings` where RoPE is not scaled
-    from a known context. Keys are those of transformers 4, which 5 reads as well; token ids are left to the caller."""
+    """config.json of a model that fits the family; `positions`: `max_position_embeddings`, or what RoPE is scaled to
+    if that is more. Keys are those of transformers 4, which 5 reads as well; token ids are left to the caller."""
     family = FAMILIES[kind]
     if model.rope_scaling in ("llama3", "yarn"):
-        positions = int(model.rope_context * model.rope_factor)
+        positions = max(positions, int(model.rope_context * model.rope_factor))
     model = _plain_base(model)
     values: Values = {"architectures": [family.architecture], "model_type": kind, "max_position_embeddings": positions}
     values |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
@@ -103,7 +104,7 @@ def misfits(model: ModelConfig, kind: str) -> list[Problem]:
         return error.problems
     want, got = canonical(model), canonical(back)
     return [
-        Problem(f"model.{f.name}", value, f"is not possible in {kind}", f"{getattr(got, f.name)}")
+        Problem(f"model.{f.name}", value, f"is not possible in {kind}", str(getattr(got, f.name)).lower())
         for f in dataclasses.fields(ModelConfig)
         if (value := getattr(want, f.name)) != getattr(got, f.name)
     ]
@@ -125,7 +126,7 @@ def canonical(model: ModelConfig) -> ModelConfig:
     idle = {name for rule, names in IDLE if rule(model) for name in names} | set(TRAINING)
     changes: Values = {name: getattr(default, name) for name in idle}
     if "bias_rate" not in idle:
-        changes["bias_rate"] = float(model.bias_rate > 0)  # a bias or none
+        changes["bias_rate"] = 0.001 if model.bias_rate else 0.0  # a bias or none
     if model.window_from >= model.layers:
         changes |= {"window": 0, "window_from": default.window_from}
     return dataclasses.replace(model, **{"rotary_dim": model.rotary_width, **changes})

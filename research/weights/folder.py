@@ -123,7 +123,7 @@ def export(
     tensor). The folder appears when it is complete.
 
     `family`: None takes the first that fits. `dtype`: of everything but what stays float32 (routers, selection biases);
-    None leaves each as it is. `positions`: `max_position_embeddings` of a model whose RoPE is not scaled.
+    None leaves each as it is. `positions`: `max_position_embeddings`, if RoPE is not scaled to more.
     Raises WeightsError, before anything is written, where no family, or not this one, can say the model, and with all
     parameters that are missing, too many or misshapen.
     """
