@@ -28,7 +28,7 @@ from research.weights.files import (
     write_shard,
 )
 from research.weights.problems import WeightsError
-from research.weights.tensors import Plan, parted, plan, sources, to_theirs
+from research.weights.tensors import Plan, Theirs, parted, plan, sources, to_theirs
 
 BUFFERS = ("*.rotary_emb.inv_freq",)  # old folders hold what is computed
 SHARD_BYTES = 5 * 10**9
@@ -137,10 +137,15 @@ def export(
     config = write_config(weights.model, kind, positions) | {"torch_dtype": DTYPE_NAMES[dtypes["embedding.weight"]]}
     with new_folder(path) as folder:
         for shard in files:
-            tensors = {n: to_theirs(weights.read, of[n], weights.model) for n in shard.names}
-            write_shard(folder, shard.file, {n: t.to(dtypes[of[n].parts[0].name]) for n, t in tensors.items()})
+            tensors = {n: _made(weights, of[n], dtypes[of[n].parts[0].name]) for n in shard.names}
+            write_shard(folder, shard.file, tensors)
         write_index(folder, files, sizes)
         write_json(folder / CONFIG, config)
+
+
+def _made(weights: Weights, of: Theirs, dtype: torch.dtype) -> Tensor:
+    """Their tensor; no two of a file may share memory."""
+    return to_theirs(weights.read, of, weights.model).to(dtype, copy=of.copy)
 
 
 def _family(model: ModelConfig, family: str | None) -> str:
