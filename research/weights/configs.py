@@ -21,13 +21,14 @@ IDLE: tuple[tuple[Callable[[ModelConfig], bool], tuple[str, ...]], ...] = (
     (lambda c: c.rope_scaling == "none", ("rope_factor",)),
     (lambda c: c.rope_scaling not in ("llama3", "yarn"), ("rope_context", "rope_slow_turns", "rope_fast_turns")),
     (lambda c: c.rope_scaling != "yarn", ("rope_mscale", "rope_mscale_all")),
+    (lambda c: c.capacity == 0, ("drop_by",)),
     (lambda c: c.expert_groups == 1, ("top_groups", "group_best")),
     (lambda c: c.experts > 0 and c.dense_layers == 0 and c.moe_every == 1, ("ffn",)),
     (
         lambda c: c.experts == 0,
         (
             "dense_layers", "moe_every", "top_k", "expert_ffn", "shared_experts", "router_score", "normalize_weights",
-            "weight_scale", "expert_groups", "top_groups", "group_best", "bias_rate",
+            "weight_scale", "expert_groups", "top_groups", "group_best", "bias_rate", "capacity", "drop_by",
         ),
     ),
 )  # fmt: skip

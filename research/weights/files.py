@@ -36,15 +36,17 @@ class Tensors:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._open: tuple[str, Any] = ("", None)  # one file at a time: its pages are given back with it
+        self._open: tuple[str, Any] = ("", None)
         problems: list[Problem] = []
         self.entries = _entries(folder, problems)
         if problems:
             raise WeightsError(str(folder), problems)
 
     def read(self, name: str) -> Tensor:
+        """A view of its file."""
         file = self.entries[name].file
         if file != self._open[0]:
+            self._open = ("", None)  # close it before the next one is mapped
             self._open = (file, safe_open(self.folder / file, framework="pt"))
         tensor: Tensor = self._open[1].get_tensor(name)
         return tensor

@@ -73,13 +73,16 @@ class HuggingFaceFolder:
         read."""
         held = self._sources[name]
         if expert is not None or None in held:
-            theirs = held[expert]
-            boxes = parted(theirs, self._tensors.read(theirs.name), self.model)
-            return next(box for part, box in boxes.items() if (part.name, part.expert) == (name, expert))
+            return self._box(name, expert).clone()  # what is kept of a file would keep all of it
         whole = torch.empty_like(self.meta[name], device="cpu")
         for e in held:
-            whole[e] = self.read(name, e)
+            whole[e] = self._box(name, e)
         return whole
+
+    def _box(self, name: str, expert: int | None) -> Tensor:
+        theirs = self._sources[name][expert]
+        boxes = parted(theirs, self._tensors.read(theirs.name), self.model)
+        return next(box for part, box in boxes.items() if (part.name, part.expert) == (name, expert))
 
     def _dtype(self, name: str) -> torch.dtype:
         stored = [DTYPES[self._entries[t.name].dtype] for t in self._sources[name].values()]

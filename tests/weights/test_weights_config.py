@@ -194,6 +194,7 @@ def test_all_problems_at_once():
             "model.rope_mscale=0.5 is not possible in llama; legal: 1.0",
         ),
         (ORACLES["v3"][2] | {"model.bias_rate": 0.0}, "deepseek_v3", "model.bias_rate=0 is not possible in deepseek"),
+        (ORACLES["mixtral"][2] | {"model.capacity": 1.5}, "mixtral", "model.capacity=1.5 is not possible in mixtral"),
         (ORACLES["v3"][2] | {"model.group_best": 1}, "deepseek_v3", "model.group_best=1 is not possible in deepseek"),
     ],
 )
