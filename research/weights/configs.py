@@ -104,10 +104,11 @@ def misfits(model: ModelConfig, kind: str) -> list[Problem]:
     except WeightsError as error:
         return error.problems
     want, got = canonical(model), canonical(back)
+    follows = _idle(want) | _idle(got)  # what means something to one of both only, because another key differs
     return [
         Problem(f"model.{f.name}", value, f"is not possible in {kind}", str(getattr(got, f.name)).lower())
         for f in dataclasses.fields(ModelConfig)
-        if (value := getattr(want, f.name)) != getattr(got, f.name)
+        if (value := getattr(want, f.name)) != getattr(got, f.name) and f.name not in follows
     ]
 
 
@@ -124,13 +125,17 @@ def canonical(model: ModelConfig) -> ModelConfig:
     """The model with one value for all that mean the same; how it is trained is left out."""
     default = ModelConfig()
     model = _plain_base(model)
-    idle = {name for rule, names in IDLE if rule(model) for name in names} | set(TRAINING)
+    idle = _idle(model) | set(TRAINING)
     changes: Values = {name: getattr(default, name) for name in idle}
     if "bias_rate" not in idle:
         changes["bias_rate"] = 0.001 if model.bias_rate else 0.0  # a bias or none
     if model.window_from >= model.layers:
         changes |= {"window": 0, "window_from": default.window_from}
     return dataclasses.replace(model, **{"rotary_dim": model.rotary_width, **changes})
+
+
+def _idle(model: ModelConfig) -> set[str]:
+    return {name for rule, names in IDLE if rule(model) for name in names}
 
 
 def _plain_base(model: ModelConfig) -> ModelConfig:

@@ -4,7 +4,7 @@ import dataclasses
 import fnmatch
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -19,6 +19,7 @@ from research.weights.files import (
     CONFIG,
     DTYPES,
     Entry,
+    Shard,
     Tensors,
     new_folder,
     read_json,
@@ -56,7 +57,9 @@ class HuggingFaceFolder:
     """
 
     def __init__(self, path: Path, mtp: bool = True) -> None:
-        self.family, self.model = read_config(read_json(path / CONFIG), str(path / CONFIG))
+        config = read_json(path / CONFIG)
+        self.family, self.model = read_config(config, str(path / CONFIG))
+        self.positions = config.get("max_position_embeddings")  # tokens that it was made for, where it says so
         depth, self.model = self.model.mtp_depth, dataclasses.replace(self.model, mtp_depth=0)
         left_out = tuple(f"model.layers.{self.model.layers + k}." for k in range(depth)) if not mtp else ()
         if mtp:
@@ -121,12 +124,14 @@ def export(
     dtype: torch.dtype | None = None,
     positions: int = 4096,
     shard_bytes: int = SHARD_BYTES,
+    watch: Callable[[list[Shard]], Iterable[Shard]] = iter,
 ) -> None:
     """Write weights as a folder that transformers reads. Memory holds one file of at most `shard_bytes` (or one larger
     tensor). The folder appears when it is complete.
 
     `family`: None takes the first that fits. `dtype`: of everything but what stays float32 (routers, selection biases);
-    None leaves each as it is. `positions`: `max_position_embeddings`, if RoPE is not scaled to more.
+    None leaves each as it is. `positions`: `max_position_embeddings`, if RoPE is not scaled to more. `watch`
+    goes through the files and may show how far it is.
     Raises WeightsError, before anything is written, where no family, or not this one, can say the model, and with all
     parameters that are missing, too many or misshapen.
     """
@@ -139,7 +144,7 @@ def export(
     files = shards(sizes, shard_bytes)
     config = write_config(weights.model, kind, positions) | {"torch_dtype": DTYPE_NAMES[dtypes["embedding.weight"]]}
     with new_folder(path) as folder:
-        for shard in files:
+        for shard in watch(files):
             tensors = {n: _made(weights, of[n], dtypes[of[n].parts[0].name]) for n in shard.names}
             write_shard(folder, shard.file, tensors)
         write_index(folder, files, sizes)
