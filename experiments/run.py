@@ -14,11 +14,13 @@ from functools import partial
 from experiments.command import launch, main, read_config
 from research.launch.environment import Joined
 from research.record import row_path
+from research.train.checkpoint.choice import resumed_from, weights_from
 from research.train.run import run
 
 
 def train(words: Sequence[str], where: Joined | None) -> int:
     config = read_config(words, where)
+    resumed_from(config), weights_from(config)
     row = launch(partial(run, config), config, where)
     if where is None or where.place.rank == 0:
         skipped = f", {row.skipped_steps} of {len(row.losses)} steps skipped" if row.skipped_steps else ""

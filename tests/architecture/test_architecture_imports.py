@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "research.build": "config mesh comm models parallel.axis",
     "research.launch": "config ledger launch",
     "research.ablation": "config record",
-    "research.train": "config ledger mesh comm record data models parallel.axis build launch train",
+    "research.train": "config files ledger mesh comm record data models parallel.axis build launch train",
     "research.report": "config files record report",
     "experiments": "research experiments.command experiments.tables",
 }
