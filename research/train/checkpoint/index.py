@@ -105,6 +105,8 @@ def read_index(folder: Path) -> Index:
     content = json.loads(found[2])
     if content["format"] != FORMAT:
         raise CheckpointError(f"{path} has format {content['format']}; legal: {FORMAT}")
+    if any(Path(name).name != name for name in content["files"]):
+        raise DamagedError(f"{path} names a file outside of the checkpoint")
     return Index(
         content["number"],
         content["state"],
@@ -173,7 +175,7 @@ def prune(folder: Path, keep: int, keep_every: int) -> None:
     """Remove all but the last `keep` complete checkpoints (0: all stay) and those whose step `keep_every` divides; and
     what saves that never ended have left. A damaged one stays, for someone to look at, and does not count as kept."""
     sound = [p for p in complete(folder) if number_of(p) < float("inf")]
-    old = sound[: len(sound) - keep] if keep else []
+    old = sound[: max(len(sound) - keep, 0)] if keep else []
     for path in old:
         if not keep_every or int(path.name.partition("-")[2]) % keep_every:
             remove(path)

@@ -48,11 +48,17 @@ def new_number(checkpoints: Iterable[float]) -> int:
     return max([int(n) for n in checkpoints if n < float("inf")], default=0) + 1
 
 
+def packed(tensor: Tensor) -> Tensor:
+    """On the host, with nothing else in its memory, as safetensors has it; a copy only where it must be."""
+    tensor = tensor.detach().to("cpu").contiguous()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
 def write_file(folder: Path, name: str, tensors: Mapping[str, Any]) -> File:
     """Write a file, wait until it is on the disk, and say what it must hash to."""
     path = folder / name
     try:
-        save_file(dict(tensors), path)
+        save_file({n: packed(t) for n, t in tensors.items()}, path)
         path.chmod(0o644)
         with path.open("rb") as file:
             os.fsync(file.fileno())

@@ -1,6 +1,5 @@
 """Saving beside the training, and loading, by torch's DCP: each a collective of all ranks."""
 
-import logging
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -33,9 +32,8 @@ from research.train.checkpoint.storage import Reader, Writer, new_number
 LONGEST_S = 7200.0  # a rank with little to write waits so long for the one with most
 T = TypeVar("T")
 
-# One process is no mistake here, and what cannot be read is told by us.
+# One process is no mistake here.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
 
 
 class Ranks:

@@ -112,6 +112,6 @@ def _shards(weights: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterator
             shard = {}
         if WEIGHT + name in shard:
             raise CheckpointError(f"{name} comes twice")
-        shard[WEIGHT + name] = tensor.contiguous()
+        shard[WEIGHT + name] = tensor
     if shard:
         yield shard
