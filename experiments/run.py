@@ -14,7 +14,8 @@ from functools import partial
 from experiments.command import launch, main, read_config
 from research.launch.environment import Joined
 from research.record import row_path
-from research.train.checkpoint.choice import resumed_from, weights_from
+from research.train.checkpoint.choice import folder_of, resumed_from, weights_from
+from research.train.checkpoint.index import newest
 from research.train.run import run
 
 
@@ -27,6 +28,10 @@ def train(words: Sequence[str], where: Joined | None) -> int:
         print(f"loss {row.loss:.4f}, unigram entropy of the corpus {row.unigram_entropy:.4f} nats a token{skipped}")
         print(f"{row.tokens_per_s:,.0f} tokens/s, {row.step_ms:.1f} ms a step")
         print(row_path(config.record.folder, row.run_id))
+        if row.resumed_step:
+            print(f"resumed after step {row.resumed_step} from {row.resumed_from}")
+        if config.checkpoint.every:
+            print(f"checkpoint {newest(folder_of(config))}")
         if row.eval_loss is not None:
             bits = "" if row.bits_per_byte is None else f", {row.bits_per_byte:.4f} bits a byte"
             print(f"held-out text: loss {row.eval_loss:.4f}, perplexity {row.perplexity:.4g}{bits}")

@@ -1,5 +1,7 @@
 """What does not fit is listed by name, and nothing is half loaded or half saved."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -88,7 +90,7 @@ def saves_on(world, folder, make):
         return str(caught.value)
 
     told = start(body, world, LAUNCH, 60.0)
-    assert len(set(told)) == 1 and not (folder / "c").exists() or not list((folder / "c").glob("index.json"))
+    assert len(set(told)) == 1 and not (folder / "c" / "index.json").exists()
     return told[0]
 
 
@@ -126,7 +128,7 @@ def test_the_check_of_boxes_is_exact():
     verdicts = set()
     for _ in range(400):
         cuts = [sorted({0, n, *(draw(n) for _ in range(draw(3)))}) for n in (6, 5)]
-        spans = [list(zip(c, c[1:], strict=False)) for c in cuts]
+        spans = [list(itertools.pairwise(c)) for c in cuts]
         found = [((a, b - a), (c, d - c)) for a, b in spans[0] for c, d in spans[1]]
         if draw(2):
             i = draw(len(found))
@@ -147,7 +149,7 @@ def test_no_permission_ends_in_a_clear_error(tmp_path):
     (tmp_path / "run").write_text("")
     saver = Saver(tmp_path / "run", ONE, 2, 0)
     saver.save(3, [piece("a")], {})
-    with pytest.raises(CheckpointError, match=r"^the checkpoint of step 3 was not saved: .*cannot be made: Not a directory"):
+    with pytest.raises(CheckpointError, match=r"^the checkpoint of step 3 was not saved: .* cannot be made: Not a dir"):
         saver.wait()
 
 
@@ -169,7 +171,8 @@ def test_full_disk_ends_in_a_clear_error(tmp_path):
         return str(caught.value)
 
     for told in start(body, 2, LAUNCH, 60.0):
-        assert told.startswith("the checkpoint of step 2 was not saved: ") and "-00001-rest.safetensors cannot be" in told
+        assert told.startswith("the checkpoint of step 2 was not saved: ")
+        assert "-00001-rest.safetensors cannot be written: " in told
         assert "File too large" in told and "Traceback" not in told
     assert complete(tmp_path) == [step_folder(tmp_path, 1)]
     assert read_index(step_folder(tmp_path, 1)).state == {}

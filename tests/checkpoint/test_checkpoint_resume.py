@@ -1,4 +1,4 @@
-"""A run that goes on equals one that was never interrupted: bit by bit in its layout, to the proof tolerance in others."""
+"""A run that goes on equals one in peace: bit by bit in its own layout, to the proof tolerance in others."""
 
 import dataclasses
 import math
@@ -102,9 +102,15 @@ def test_history_holds_evaluations_and_skipped_steps(configure, tmp_path):
 
 def test_learning_rates_go_on(configure, tmp_path, monkeypatch):
     """Warm-up over 10 steps, cosine to step 14, saved at 7: each step has the rate of its own number, once."""
-    config = configure("train.steps=14", "train.warmup_steps=10", "checkpoint.every=7", f"checkpoint.folder={tmp_path}/c")
+    words = ["train.steps=14", "train.warmup_steps=10", "checkpoint.every=7"]
+    config = configure(*words, f"checkpoint.folder={tmp_path}/c")
     seen = []
-    monkeypatch.setattr(loop, "learning_rate", lambda c, step: seen.append((step, learning_rate(c, step))) or seen[-1][1])
+
+    def noted(c, step):
+        seen.append((step, learning_rate(c, step)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(loop, "learning_rate", noted)
 
     def steps_of(config, last):
         trainer = Trainer(config, Mesh({}), torch.device("cpu"))
@@ -129,7 +135,8 @@ def one(config, corpus=None):
 
 def save_after(config, steps):
     trainer, checkpoints, batches = one(config)
-    for _ in checkpoints.saving(train(trainer, batches.microbatches_of), stop=lambda: checkpoints.history.steps == steps):
+    made = train(trainer, batches.microbatches_of)
+    for _ in checkpoints.saving(made, stop=lambda: checkpoints.history.steps == steps):
         pass
     checkpoints.wait()
     return trainer
@@ -252,7 +259,8 @@ def test_what_a_config_cannot_start_from(configure, tmp_path):
     last = f"{tmp_path}/c/step-00000002"
     rule = f"checkpoint.every=2 would write among the checkpoints of an earlier run, the last of them {last}; legal: "
     assert told() == [rule + "checkpoint.resume=latest or auto, or another checkpoint.folder"]
-    assert told(resume="auto", **{"train.steps": 2}) == [f"train.steps=2 are made already in {last}; legal: more than 2"]
+    done = f"train.steps=2 are made already in {last}; legal: more than 2"
+    assert told(resume="auto", **{"train.steps": 2}) == [done]
     assert one(replace(config, {"checkpoint.resume": "auto"}))[1].first == 2
 
 

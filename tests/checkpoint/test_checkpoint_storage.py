@@ -1,4 +1,4 @@
-"""The pieces of a real storage, under an axis that no program has: padded vocabularies, copied kv heads, split experts."""
+"""The pieces of a real storage under a made-up axis: padded vocabularies, copied kv heads, split experts."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from tests.checkpoint.layouts import SPLITS, truth
 
 CONFIG = replace(
     RunConfig(),
-    {"model.vocab": 250, "model.layers": 2, "model.bias_rate": 0.1, "train.dtype": "bfloat16", "train.bucket_mib": 0.05},
+    {"model.vocab": 250, "model.layers": 2, "model.bias_rate": 0.1, "train.dtype": "bfloat16"},
 )
 UNTOUCHED = 1234.5
 LAUNCH = LaunchConfig(device="cpu", threads=1)
@@ -52,7 +52,10 @@ def whole_locals(storage):
         yield from (t for t in storage.optimizer.state.get(master, {}).values() if t.ndim)
 
 
-@pytest.mark.parametrize("before, after", [({"tp": 3}, {"tp": 4, "ep": 2}), ({"tp": 4, "ep": 4}, {"dp": 2}), ({}, {"tp": 3})])
+MOVES = [({"tp": 3}, {"tp": 4, "ep": 2}), ({"tp": 4, "ep": 4}, {"dp": 2}), ({}, {"tp": 3})]
+
+
+@pytest.mark.parametrize("before, after", MOVES)
 def test_padding_and_copies(tmp_path, storage_of, before, after):
     def save(place, device):
         storage = storage_of(before, place, device)

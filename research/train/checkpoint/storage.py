@@ -5,7 +5,6 @@ one box a name and file, infers shapes from the boxes, has no checksums and noth
 """
 
 import dataclasses
-import hashlib
 import os
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -14,7 +13,6 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -32,13 +30,13 @@ from research.train.checkpoint.index import (
     CheckpointError,
     DamagedError,
     Entry,
-    File,
     Index,
     damage,
     stored_name,
     write_index,
 )
 from research.train.checkpoint.pieces import slices, told
+from research.train.checkpoint.tensor_file import Pace, write_file
 
 WEIGHT = "weight/"  # of names of weights; their files hold nothing else, so that they can be read without the rest
 
@@ -48,25 +46,6 @@ def new_number(checkpoints: Iterable[float]) -> int:
     return max([int(n) for n in checkpoints if n < float("inf")], default=0) + 1
 
 
-def packed(tensor: Tensor) -> Tensor:
-    """On the host, with nothing else in its memory, as safetensors has it; a copy only where it must be."""
-    tensor = tensor.detach().to("cpu").contiguous()
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
-
-
-def write_file(folder: Path, name: str, tensors: Mapping[str, Any]) -> File:
-    """Write a file, wait until it is on the disk, and say what it must hash to."""
-    path = folder / name
-    try:
-        save_file({n: packed(t) for n, t in tensors.items()}, path)
-        path.chmod(0o644)
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-            return File(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
-    except Exception as error:  # safetensors has an error of its own for a full disk
-        raise CheckpointError(f"{path} cannot be written: {error}") from error
-
-
 class Writer(StorageWriter):
     """Writes the boxes of a rank into files of that rank; the coordinator completes the checkpoint by its index.
 
@@ -74,8 +53,8 @@ class Writer(StorageWriter):
     until its own index stands.
     """
 
-    def __init__(self, folder: Path, number: Callable[[], int], state: Mapping[str, Any]) -> None:
-        self._folder, self._number, self._state = folder, number, state
+    def __init__(self, folder: Path, number: Callable[[], int], state: Mapping[str, Any], pace: Pace) -> None:
+        self._folder, self._number, self._state, self._pace = folder, number, state, pace
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing is kept from save to save."""
@@ -100,8 +79,12 @@ class Writer(StorageWriter):
             items = [i for i in plan.items if i.index.fqn.startswith(WEIGHT) == (kind == "weights")]
             if items:
                 name = f"{plan.storage_data}-{kind}.safetensors"
-                tensors = {stored_name(i.index.fqn, box_of(chunk_of(i))): planner.resolve_data(i) for i in items}
-                stored = name, write_file(self._folder, name, tensors)
+                tensors: dict[str, Tensor] = {}
+                for i in items:
+                    value = planner.resolve_data(i)
+                    assert isinstance(value, Tensor)
+                    tensors[stored_name(i.index.fqn, box_of(chunk_of(i)))] = value
+                stored = name, write_file(self._folder, name, tensors, self._pace)
                 results += [WriteResult(i.index, 0, stored) for i in items]
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)

@@ -28,8 +28,11 @@ from research.train.checkpoint.index import (
 )
 from research.train.checkpoint.pieces import Loads, Piece, Saves, told
 from research.train.checkpoint.storage import Reader, Writer, new_number
+from research.train.checkpoint.tensor_file import Pace
 
 LONGEST_S = 7200.0  # a rank with little to write waits so long for the one with most
+SHARE = 0.08  # of a core, for a save beside a training that needs the cores itself
+FAST = Pace()
 T = TypeVar("T")
 
 # One process is no mistake here.
@@ -44,12 +47,19 @@ class Ranks:
         timeout = timedelta(seconds=LONGEST_S)
         self.group = dist.new_group(backend="gloo", timeout=timeout) if world > 1 else None
 
-    def save(self, folder: Path, number: Callable[[], int], state: Mapping[str, Any], pieces: Sequence[Piece]) -> None:
+    def save(
+        self,
+        folder: Path,
+        number: Callable[[], int],
+        state: Mapping[str, Any],
+        pieces: Sequence[Piece],
+        pace: Pace = FAST,
+    ) -> None:
         """Write the checkpoint `folder`. Raises CheckpointError on every rank, with what each failing one said."""
         self._together(
             lambda: state_dict_saver.save(
                 {},
-                storage_writer=Writer(folder, number, state),
+                storage_writer=Writer(folder, number, state, pace),
                 planner=Saves(pieces),
                 process_group=self.group,
                 no_dist=self.group is None,
@@ -117,23 +127,24 @@ class Saver:
         self._buffers: dict[tuple[str, tuple[int, ...]], Tensor] = {}
         self._copied: torch.cuda.Event | None = None
         self._pending: Future[None] | None = None
-        self._pending_step = 0
+        self._pending_step, self._pace = 0, FAST
 
     def save(self, step: int, pieces: Sequence[Piece], state: Mapping[str, Any]) -> None:
         """Start to save the pieces as they are now; waits for the save before, if that has not ended yet."""
         self.wait()
         staged = self._stage([p for p in pieces if p.writes and not p.empty])
         copied, self._pending_step = self._copied, step
+        pace = Pace(SHARE) if copied is None else FAST
 
         def write() -> None:
             if copied is not None:
                 copied.synchronize()
             target = step_folder(self.folder, step)
-            self._ranks.save(target, lambda: new_number(map(number_of, complete(self.folder))), state, staged)
+            self._ranks.save(target, lambda: new_number(map(number_of, complete(self.folder))), state, staged, pace)
             if self._ranks.rank == 0:
                 prune(self.folder, self._keep, self._keep_every)
 
-        self._pending = beside(write)
+        self._pending, self._pace = beside(write), pace
 
     def check(self) -> None:
         """Raise what a save that has ended failed with."""
@@ -144,6 +155,7 @@ class Saver:
         """Until the save under way, if any, is complete."""
         pending, self._pending = self._pending, None
         if pending is not None:
+            self._pace.hurry()
             try:
                 pending.result()
             except (CheckpointError, OSError) as error:

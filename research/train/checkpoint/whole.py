@@ -24,7 +24,8 @@ from research.train.checkpoint.index import (
     write_index,
 )
 from research.train.checkpoint.pieces import slices, told
-from research.train.checkpoint.storage import WEIGHT, metadata_of, read, write_file
+from research.train.checkpoint.storage import WEIGHT, metadata_of, read
+from research.train.checkpoint.tensor_file import Pace, write_file
 
 SHARD_BYTES = 2**30
 
@@ -94,9 +95,9 @@ def write_weights(
             file = f"{save}-{number:05d}-weights.safetensors"
             if twice := sorted(entries.keys() & shard.keys()):
                 raise CheckpointError(f"{twice[0].removeprefix(WEIGHT)} comes twice")
-            files[file] = write_file(folder, file, shard)
-            for name, t in shard.items():
-                entries[name] = Entry(t.dtype, tuple(t.shape), {whole_box(t.shape): file})
+            files[file] = write_file(folder, file, shard, Pace())
+            entries |= {n: Entry(t.dtype, tuple(t.shape), {whole_box(t.shape): file}) for n, t in shard.items()}
+            shard.clear()  # before the next one is made
         write_index(folder, Index(1, {"config": config}, files, entries))
     except BaseException:
         for path in folder.glob(f"{save}-*"):
