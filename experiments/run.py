@@ -14,14 +14,17 @@ from functools import partial
 from experiments.command import launch, main, read_config
 from research.launch.environment import Joined
 from research.record import row_path
-from research.train.checkpoint.choice import folder_of, resumed_from, weights_from
+from research.train.checkpoint.choice import changed_since, folder_of, resumed_from, weights_from
 from research.train.checkpoint.index import newest
 from research.train.run import run
 
 
 def train(words: Sequence[str], where: Joined | None) -> int:
     config = read_config(words, where)
-    resumed_from(config), weights_from(config)
+    source = resumed_from(config) or weights_from(config)
+    if source is not None and (where is None or where.place.rank == 0):
+        changed = [f"\n  {line}" for line in changed_since(config, source)]
+        print(f"starts from {source}{''.join(changed)}", file=sys.stderr)
     row = launch(partial(run, config), config, where)
     if where is None or where.place.rank == 0:
         skipped = f", {row.skipped_steps} of {len(row.losses)} steps skipped" if row.skipped_steps else ""

@@ -264,6 +264,40 @@ def test_what_a_config_cannot_start_from(configure, tmp_path):
     assert one(replace(config, {"checkpoint.resume": "auto"}))[1].first == 2
 
 
+@pytest.mark.parametrize("steps", [5, 9])
+def test_what_watches_a_run_goes_on(trained, configure, tmp_path, steps):
+    """TensorBoard keeps the steps before and replaces those after; a trace, also where a single step is left."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    keys = ["record.tensorboard=true", f"checkpoint.folder={tmp_path}/c", "checkpoint.every=4", f"train.steps={steps}"]
+    row = trained(*keys)
+    (newest(tmp_path / "c") / "index.json").unlink()
+    again = trained(*keys, "record.profile=true", "checkpoint.resume=latest")
+    assert (again.run_id, again.resumed_step) == (row.run_id, (steps - 1) // 4 * 4)
+    assert (tmp_path / "traces" / f"{row.run_id}.json").exists()
+    board = EventAccumulator(str(tmp_path / "tensorboard" / row.run_id)).Reload()
+    told = [(e.step, e.value) for e in board.Scalars("loss/cross_entropy")]
+    assert [step for step, _ in told] == list(range(steps))
+    assert [value for _, value in told] == [torch.tensor(loss).float().item() for loss in row.losses]
+
+
+def test_planted_ranks_that_see_different_folders(configure, tmp_path, monkeypatch):
+    """A network file system may show a new checkpoint to some nodes only."""
+    config = configure("checkpoint.every=1", f"checkpoint.folder={tmp_path}/c", "dp.degree=2")
+    start(partial(run, replace(config, {"train.steps": 2})), 2, config.launch, 60.0)
+    config = replace(config, {"checkpoint.resume": "latest"})
+
+    def sees(place, device):
+        from research.train.checkpoint import choice
+
+        if place.rank:
+            monkeypatch.setattr(choice, "newest", lambda folder: step_folder(folder, 1))
+        return run(config, place, device)
+
+    with pytest.raises(RankError, match="ranks would go on from different checkpoints"):
+        start(sees, 2, config.launch, 60.0)
+
+
 def test_skipped_steps_in_a_row_are_remembered(configure, tmp_path, monkeypatch):
     words = ["train.nonfinite=skip", "train.steps=9", "checkpoint.every=2", f"checkpoint.folder={tmp_path}/c"]
     config = configure(*words)

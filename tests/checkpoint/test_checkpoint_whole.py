@@ -66,6 +66,13 @@ def test_nothing_is_left_of_weights_that_break_off(tmp_path):
         StoredWeights(tmp_path / "nowhere")
 
 
+def test_other_files_of_the_folder_stay(tmp_path):
+    """Someone else's weights, say."""
+    (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"precious")
+    write_weights(tmp_path, named().items(), {})
+    assert (tmp_path / "model-00001-of-00002.safetensors").exists()
+
+
 def test_an_altered_weight_is_named(tmp_path):
     write_weights(tmp_path, named().items(), {}, shard_bytes=5000)
     path = sorted(tmp_path.glob("*.safetensors"))[1]
@@ -109,7 +116,9 @@ def test_the_command_goes_on_in_another_layout(configure, tmp_path, capsys):
         run_command.train([*words, "checkpoint.every=2", "dp.degree=2", "checkpoint.resume=latest"], None)
     more = [*words, "train.steps=6", "dp.degree=3", f"checkpoint.resume={first}"]
     assert run_command.train(more, None) == 0
-    assert f"resumed after step 4 from {first}/step-00000004\n" in capsys.readouterr().out
+    out, error = capsys.readouterr()
+    assert f"resumed after step 4 from {first}/step-00000004\n" in out
+    assert error.startswith(f"starts from {first}/step-00000004\n  train.steps=6 was 4\n")
     stored = StoredWeights(first)
     assert max(float(t.double().norm()) for _, t in stored) > TOLERANCE
     assert read_index(newest(first)).state["config"]["dp"] == {"degree": 2}

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from research.config import ConfigError, Problem, RunConfig
+from research.config import ConfigError, Problem, RunConfig, flat, to_mapping
 from research.files import writable
 from research.record import run_id
 from research.train.checkpoint.index import CheckpointError, complete, newest, offer, read_index
@@ -50,6 +50,14 @@ def _unusable(config: RunConfig, found: Path) -> Iterator[Problem]:
         return
     if done >= (steps := config.train.steps):
         yield Problem("train.steps", steps, f"are made already in {found}", f"more than {done}")
+
+
+def changed_since(config: RunConfig, checkpoint: Path) -> Iterator[str]:
+    """Keys of model, data and train that differ from those of the checkpoint's run; with any, this is a branch of it."""
+    now, before = (dict(flat(c)) for c in (to_mapping(config), read_index(checkpoint).state["config"]))
+    for name, value in now.items():
+        if name.partition(".")[0] in ("model", "data", "train") and value != before.get(name, value):
+            yield f"{name}={value} was {before[name]}"
 
 
 def weights_from(config: RunConfig) -> Path | None:

@@ -20,6 +20,9 @@ from research.files import write_atomically
 from research.mesh import Box
 
 INDEX = "index.json"
+OWN = re.compile(
+    r"[0-9a-f]{8}-\d{5}-(weights|rest)\.safetensors|\.index\.json\..*"
+)  # files that saves make, but the index
 FORMAT = 1
 DTYPES = {str(t).removeprefix("torch."): t for t in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
 DTYPES |= {str(t).removeprefix("torch."): t for t in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)}
@@ -85,8 +88,8 @@ def write_index(folder: Path, index: Index) -> None:
     text = json.dumps(content)
     write_atomically(folder / INDEX, f'{{"sha256": "{_digest(text)}", "content": {text}}}'.encode())
     sync_folder(folder)
-    for path in folder.glob("*.safetensors"):
-        if path.name not in index.files:
+    for path in folder.iterdir():
+        if OWN.fullmatch(path.name) and path.name not in index.files:
             path.unlink()
 
 
@@ -187,8 +190,9 @@ def prune(folder: Path, keep: int, keep_every: int) -> None:
 def remove(checkpoint: Path) -> None:
     """Its index first: what is left of a removal that was cut short is no checkpoint. Files that no save wrote stay."""
     (checkpoint / INDEX).unlink(missing_ok=True)
-    for path in [*checkpoint.glob("*.safetensors"), *checkpoint.glob(f".{INDEX}.*")]:
-        path.unlink(missing_ok=True)
+    for path in checkpoint.iterdir():
+        if OWN.fullmatch(path.name):
+            path.unlink()
     with contextlib.suppress(OSError):
         checkpoint.rmdir()
 

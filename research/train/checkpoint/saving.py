@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Iterable, Iterator
 
+from research import comm
 from research.config import RunConfig
 from research.train.checkpoint.choice import folder_of, resumed_from, weights_from
+from research.train.checkpoint.index import CheckpointError
 from research.train.checkpoint.state import History, restore, save_everything, take_weights
 from research.train.checkpoint.transfer import Ranks, Saver
 from research.train.loop import Step, Trainer
@@ -22,6 +24,9 @@ class Checkpoints:
         config, mesh = trainer.config, trainer.mesh
         self._trainer, self._corpus, self._every = trainer, corpus, config.checkpoint.every
         self.source, self.history = resumed_from(config), History()
+        sources = comm.gather_objects(str(self.source), trainer.world, "checkpoint")
+        if len(set(sources)) > 1:  # a file system that does not show all nodes the same
+            raise CheckpointError(f"ranks would go on from different checkpoints: {sorted(set(sources))}")
         self._saver: Saver | None = None
         weights = weights_from(config)
         if self.source or weights or self._every:

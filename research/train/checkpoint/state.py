@@ -20,7 +20,6 @@ from research.train.checkpoint.storage import WEIGHT
 from research.train.checkpoint.transfer import Ranks, matching
 from research.train.checkpoint.whole import read_tensor
 from research.train.loop import Step, Trainer
-from research.train.optim import make_moments
 from research.train.storage import Storage
 
 HISTORY = "history/"
@@ -54,14 +53,13 @@ class History:
 def pieces_of(storage: Storage) -> Iterator[Piece]:
     """Weights as the optimizer steps them (float32 masters of a bfloat16 run), those without a gradient too, and all
     that the optimizer knows of them."""
-    make_moments(storage.optimizer)
     first = True
     for name, box, local in storage.weights():
         shape, writes = storage.built.specs[name].shape, writes_copy(name, storage.copies(name))
         inside = tuple(slice(size) for _, size in box)
         yield Piece(WEIGHT + name, shape, box, local[inside], writes)
-        for key, value in storage.optimizer.state.get(local, {}).items():
-            if value.ndim or not local.ndim:
+        for key, value in storage.moments(name).items():
+            if value.shape == local.shape:
                 yield Piece(f"{key}/{name}", shape, box, value[inside], writes)
             else:  # the number of steps, the same for all
                 yield Piece(f"optimizer/{key}", (), (), value, first and storage.built.mesh.rank == 0)
