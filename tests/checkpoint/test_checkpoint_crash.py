@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from research.config import LaunchConfig, replace
-from research.launch.local import RankError, start
+from research.config import ConfigError, LaunchConfig, replace
+from research.launch.local import start
 from research.mesh import total_ranks
 from research.train.checkpoint import tensor_file
 from research.train.checkpoint.choice import folder_of
@@ -265,7 +265,7 @@ def test_every_rank_is_told_of_damage(configure, tmp_path):
     path = next(newest(tmp_path / "c").glob("*-00001-rest.safetensors"))
     rewritten(path, flipped)
     config = replace(config, {"checkpoint.resume": "latest", "train.steps": 6, "launch.timeout_s": 30.0})
-    with pytest.raises(RankError) as caught:
+    with pytest.raises(ConfigError) as caught:
         start(partial(run, config), 3, config.launch, 60.0)
     assert str(caught.value).endswith(
         f"  - {path} was altered: its checksum differs; the complete checkpoint before it is {tmp_path}/c/step-00000003"

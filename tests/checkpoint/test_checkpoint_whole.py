@@ -98,7 +98,7 @@ def test_a_run_starts_from_imported_weights(configure, tmp_path):
 
     assert start(body, 2, config.launch, 60.0) == [[], []]
     resume = replace(config, {"checkpoint.weights": "", "checkpoint.resume": f"{tmp_path}/imported", "dp.degree": 1})
-    with pytest.raises(CheckpointError, match=r"it holds weights only; checkpoint\.weights starts a run from it"):
+    with pytest.raises(ConfigError, match=r"it holds weights only; checkpoint\.weights starts a run from it"):
         Checkpoints(Trainer(resume, Mesh({}), torch.device("cpu")), "digest")
 
 

@@ -53,7 +53,7 @@ def _unusable(config: RunConfig, found: Path) -> Iterator[Problem]:
 
 
 def changed_since(config: RunConfig, checkpoint: Path) -> Iterator[str]:
-    """Keys of model, data and train that differ from those of the checkpoint's run; with any, this is a branch of it."""
+    """Keys of model, data and train that differ from those of the checkpoint's run; with any, this is a branch."""
     now, before = (dict(flat(c)) for c in (to_mapping(config), read_index(checkpoint).state["config"]))
     for name, value in now.items():
         if name.partition(".")[0] in ("model", "data", "train") and value != before.get(name, value):
