@@ -22,7 +22,7 @@ from research.train.optim import learning_rate
 from research.train.proof import TOLERANCE
 from research.train.run import global_batches, open_tokens, run
 
-OF_THE_RUN = ("losses", "grad_norms", "loss", "tokens", "skipped_steps", "evals", "eval_loss")
+OF_THE_RUN = ("losses", "grad_norms", "loss", "tokens", "skipped_steps", "evals", "eval_loss", "mtp_losses")
 
 
 def all_tensors(place):
@@ -54,7 +54,7 @@ def interrupted(config, at, **changes):
     "words",
     [
         "dp.degree=1",
-        "dp.degree=3 train.dtype=float32 train.schedule=wsd",
+        "dp.degree=3 train.dtype=float32 train.schedule=wsd model.mtp_depth=2 model.capacity=1.2",
         "dp.degree=2 train.dtype=bfloat16 model.tied=true train.recompute=full",
         "dp.degree=2 train.dtype=bfloat16 train.bucket_mib=0.01 model.router_score=sigmoid",
     ],
@@ -315,7 +315,7 @@ def test_skipped_steps_in_a_row_are_remembered(configure, tmp_path, monkeypatch)
 
 def test_a_step_is_the_same_however_it_is_counted():
     history = state_module.History()
-    step = loop.Step(0, 1.5, 0.0, 2.0, 64, False, 1.0, {}, {}, 3.0)
+    step = loop.Step(0, 1.5, 0.0, 2.0, 64, False, 1.0, {}, {}, 3.0, (0.5,))
     history.add(step)
     history.add(dataclasses.replace(step, index=1, skipped=True, eval_loss=None))
-    assert history == state_module.History([1.5, 1.5], [2.0, 2.0], [[1, 3.0]], 1, 64)
+    assert history == state_module.History([1.5, 1.5], [2.0, 2.0], [[1, 3.0]], [[0.5], [0.5]], 1, 64)

@@ -23,6 +23,7 @@ from research.train.loop import Step, Trainer
 from research.train.storage import Storage
 
 HISTORY = "history/"
+RECORDED = ("losses", "norms", "evals", "ahead")  # fields of `History` that are lists
 # The step tells the place in the data only where these agree, and the text itself.
 MUST_AGREE = ("data.weights", "data.heldout", "data.sequence", "train.global_batch", "train.seed")
 
@@ -34,6 +35,7 @@ class History:
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     evals: list[list[float]] = field(default_factory=list)  # [steps made, loss]
+    ahead: list[list[float]] = field(default_factory=list)  # of each step, by depth of multi-token prediction
     skipped: int = 0
     tokens: int = 0  # of the steps that were made
 
@@ -44,6 +46,7 @@ class History:
     def add(self, step: Step) -> None:
         self.losses.append(step.loss)
         self.norms.append(step.norm)
+        self.ahead.append(list(step.ahead))
         self.skipped += step.skipped
         self.tokens += 0 if step.skipped else step.tokens
         if step.eval_loss is not None:
@@ -72,8 +75,8 @@ def writes_copy(name: str, copies: Group) -> bool:
 
 
 def history_pieces(history: History) -> Iterator[Piece]:
-    for name, values in (("loss", history.losses), ("norm", history.norms), ("evals", history.evals)):
-        tensor = torch.tensor(values, dtype=torch.float64)
+    for name in RECORDED:
+        tensor = torch.tensor(getattr(history, name), dtype=torch.float64)
         yield Piece(HISTORY + name, tuple(tensor.shape), tuple((0, n) for n in tensor.shape), tensor)
 
 
@@ -108,11 +111,11 @@ def restore(trainer: Trainer, checkpoint: Path, ranks: Ranks, corpus: str) -> Hi
     trainer.storage.publish()
     state = index.state
     trainer.skipped_in_a_row = state["skipped_in_a_row"]
-    losses, norms, evals = (
-        read_tensor(checkpoint, index, HISTORY + name).tolist() if HISTORY + name in index.tensors else []
-        for name in ("loss", "norm", "evals")
-    )
-    return History(losses, norms, evals, state["skipped"], state["tokens"])
+    history = History(skipped=state["skipped"], tokens=state["tokens"])
+    for name in RECORDED:
+        if HISTORY + name in index.tensors:  # no empty one is stored
+            setattr(history, name, read_tensor(checkpoint, index, HISTORY + name).tolist())
+    return history
 
 
 def disagreements(config: RunConfig, corpus: str, state: Mapping[str, Any]) -> Iterator[str]:
