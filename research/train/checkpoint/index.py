@@ -50,7 +50,7 @@ class Entry:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    boxes: Mapping[Box, str]
+    boxes: dict[Box, str]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -99,7 +98,8 @@ class Saves(SavePlanner):
         """DCP hands over a state dict, which is empty here: pieces say more."""
 
     def create_local_plan(self) -> SavePlan:
-        return SavePlan([self._item(i, p) for i, p in enumerate(self._pieces)])
+        self._plan = SavePlan([self._item(i, p) for i, p in enumerate(self._pieces)])
+        return self._plan
 
     def _item(self, i: int, piece: Piece) -> WriteItem:
         chunk = piece.chunk()
@@ -117,11 +117,10 @@ class Saves(SavePlanner):
                 planned.setdefault(item.index.fqn, []).append(one)
         if problems := [p for name, boxes in planned.items() for p in cover_problems(name, boxes)]:
             raise CheckpointError(f"the boxes of the ranks make no checkpoint:{told(problems)}")
-        _, metadata = create_default_global_save_plan(all_plans)
-        return all_plans, metadata
+        return [SavePlan([]) for _ in all_plans], Metadata({})  # ranks know their own, and nobody needs all of them
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
+        return dataclasses.replace(new_plan, items=self._plan.items)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         assert write_item.index.index is not None

@@ -9,7 +9,7 @@ import os
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -17,11 +17,18 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+)
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -30,6 +37,7 @@ from research.train.checkpoint.index import (
     CheckpointError,
     DamagedError,
     Entry,
+    File,
     Index,
     damage,
     stored_name,
@@ -44,6 +52,14 @@ WEIGHT = "weight/"  # of names of weights; their files hold nothing else, so tha
 def new_number(checkpoints: Iterable[float]) -> int:
     """One more than the sound ones have."""
     return max([int(n) for n in checkpoints if n < float("inf")], default=0) + 1
+
+
+class Stored(NamedTuple):
+    """What has become of a box: the file that it is in."""
+
+    name: str
+    file: File
+    data: TensorWriteData
 
 
 class Writer(StorageWriter):
@@ -83,21 +99,20 @@ class Writer(StorageWriter):
                 for i in items:
                     value = planner.resolve_data(i)
                     assert isinstance(value, Tensor)
-                    tensors[stored_name(i.index.fqn, box_of(chunk_of(i)))] = value
-                stored = name, write_file(self._folder, name, tensors, self._pace)
-                results += [WriteResult(i.index, 0, stored) for i in items]
+                    tensors[stored_name(i.index.fqn, box_of(data_of(i).chunk))] = value
+                file = write_file(self._folder, name, tensors, self._pace)
+                results += [WriteResult(i.index, 0, Stored(name, file, data_of(i))) for i in items]
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        where = {r.index: r.storage_data[0] for of_rank in results for r in of_rank}
-        tensors = {}
-        for name, m in metadata.state_dict_metadata.items():
-            assert isinstance(m, TensorStorageMetadata)
-            boxes = {box_of(c): where[MetadataIndex(name, c.offsets)] for c in m.chunks}
-            tensors[name] = Entry(m.properties.dtype, tuple(m.size), boxes)
-        files = dict(r.storage_data for of_rank in results for r in of_rank)
+        files: dict[str, File] = {}
+        tensors: dict[str, Entry] = {}
+        for name, stored in ((r.index.fqn, r.storage_data) for of_rank in results for r in of_rank):
+            files[stored.name] = stored.file
+            new = Entry(stored.data.properties.dtype, tuple(stored.data.size), {})
+            tensors.setdefault(name, new).boxes[box_of(stored.data.chunk)] = stored.name
         try:
             write_index(self._folder, Index(self._number(), self._state, files, tensors))
         except OSError as error:
@@ -112,9 +127,9 @@ def box_of(chunk: ChunkStorageMetadata) -> Box:
     return tuple(zip(chunk.offsets, chunk.sizes, strict=True))
 
 
-def chunk_of(item: WriteItem) -> ChunkStorageMetadata:
+def data_of(item: WriteItem) -> TensorWriteData:
     assert item.tensor_data is not None
-    return item.tensor_data.chunk
+    return item.tensor_data
 
 
 class Reader(StorageReader):
