@@ -126,29 +126,29 @@ def test_killed_at_random_moments(tmp_path):
 
 def test_a_run_that_is_killed_again_and_again(configure, tmp_path):
     """Two ranks, a save each step, killed whole; `auto` goes on each time, and the end is that of a run in peace."""
-    words = ["dp.degree=2", "checkpoint.every=1", "train.steps=12", "model.layers=1", "model.dense_layers=0"]
+    words = ["dp.degree=2", "checkpoint.every=1", "train.steps=40", "model.layers=1", "model.dense_layers=0"]
     config = configure(*words)
     want = start(partial(run, replace(config, {"checkpoint.every": 0})), 2, config.launch, 60.0)[0]
     config = replace(config, {"checkpoint.resume": "auto", "checkpoint.folder": f"{tmp_path}/c"})
-    draw, seen = random.Random(1), set()
-    for _ in range(6):
+    draw, seen = random.Random(1), [None]
+    while len(seen) < 4 and seen[-1] != "step-00000040":
         pid = os.fork()
         if not pid:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
             start(partial(run, config), 2, config.launch, 60.0)
             os._exit(0)
-        time.sleep(draw.uniform(0.5, 1.0))
+        found = seen[-1]
+        while found == seen[-1]:  # until there is one more checkpoint
+            time.sleep(0.01)
+            found = getattr(newest(folder_of(config)), "name", None)
+        time.sleep(draw.uniform(0, 0.05))
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        found = newest(folder_of(config))
-        seen.add(found and found.name)
-        if found and found.name == "step-00000012":
-            break
-    last = newest(folder_of(config))
-    if last is None or last.name != "step-00000012":
+        seen.append(newest(folder_of(config)).name)
+    assert len(seen) > 2
+    if seen[-1] != "step-00000040":
         row = start(partial(run, config), total_ranks(config), config.launch, 60.0)[0]
         assert row.losses == want.losses and row.grad_norms == want.grad_norms
-    assert len(seen) > 1
 
 
 def test_keeps_the_last_and_every_so_many(tmp_path):
