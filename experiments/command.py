@@ -19,10 +19,11 @@ from research.launch.local import RankError, start
 from research.launch.process import Place, too_few_devices
 from research.mesh import total_ranks
 from research.parallel import axis
+from research.train.checkpoint import choice
 from research.train.metrics import code_version
 
 T = TypeVar("T")
-CHECKS = (axis.problems, corpus.problems, record.problems)
+CHECKS = (axis.problems, corpus.problems, record.problems, choice.problems)
 RANK_0_SPEAKS_S = 3.0  # a launcher ends all ranks when the first one leaves
 HELP = "Keys, with their defaults (any may stand in CONFIG or follow it as key=value):\n\n"
 

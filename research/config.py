@@ -306,6 +306,23 @@ class RecordConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointConfig:
+    """What is kept of a training, and what it starts from."""
+
+    every: int = key(0, "steps between checkpoints, and one after the last step; 0: none", at_least=0)
+    folder: str = key("", "they are written to FOLDER/step-<steps>; '': <record.folder>/checkpoints/<run_id>")
+    keep: int = key(2, "newest checkpoints that are kept; 0: all", at_least=0)
+    keep_every: int = key(0, "checkpoints of steps that this divides are kept as well; 0: none", at_least=0)
+    resume: str = key(
+        "",
+        "go on from a checkpoint, in any layout: latest (of this run), auto (the same, or start where there is none), "
+        "or the folder of a checkpoint or of a run",
+    )
+    weights: str = key("", "folder of a checkpoint or of a run, whose weights replace the initial ones")
+    weights_names: tuple[str, ...] = key(("*",), "patterns of the parameter names that are taken from it")
+
+
+@dataclass(frozen=True)
 class LaunchConfig:
     """How ranks are started and on what."""
 
@@ -328,6 +345,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     record: RecordConfig = field(default_factory=RecordConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 
     def problems(self) -> Iterator[Problem]:

@@ -28,3 +28,13 @@ def atomically(path: Path) -> Iterator[IO[bytes]]:
         except BaseException:
             Path(file.name).unlink(missing_ok=True)
             raise
+
+
+def writable(folder: Path) -> bool:
+    """Whether files can be made in a folder, which may have to be made first."""
+    try:
+        absolute = folder.absolute()
+        there = next(f for f in (absolute, *absolute.parents) if f.exists())
+        return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    except OSError:
+        return False

@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from research.config import Problem, RunConfig, Value, flat, to_mapping
-from research.files import write_atomically
+from research.files import writable, write_atomically
 
 Kind = Literal["measured", "dry", "simulated"]
 
@@ -20,7 +19,9 @@ Kind = Literal["measured", "dry", "simulated"]
 NOT_IDENTITY = (
     *("record.folder", "record.ablation", "record.arm", "record.tensorboard", "record.profile"),
     *("launch.timeout_s", "data.cache"),
+    *("checkpoint.every", "checkpoint.folder", "checkpoint.keep", "checkpoint.keep_every"),
 )
+SAME_RUN = ("latest", "auto")  # values of checkpoint.resume under which a run goes on as itself
 
 
 @dataclass(frozen=True)
@@ -78,12 +79,16 @@ class Row:
     dropped_choices: dict[str, list[int]] = field(default_factory=dict)  # of these, beyond the experts' capacity
     max_violation: dict[str, float] = field(default_factory=dict)  # MoE layer -> busiest expert over the mean, less 1
     mtp_losses: list[list[float]] = field(default_factory=list)  # by depth of multi-token prediction, of every step
+    resumed_step: int = 0  # steps that were made before this run went on from a checkpoint
+    resumed_from: str = ""  # that checkpoint
     bits_per_byte: float | None = None  # of the held-out text; None where token files do not tell its bytes
 
 
 def config_hash(config: Mapping[str, Mapping[str, Value]]) -> str:
     """Eight hex digits that change when what is computed or measured changes."""
     what = {key: value for key, value in flat(config) if key not in NOT_IDENTITY}
+    if what.get("checkpoint.resume") in SAME_RUN:
+        what["checkpoint.resume"] = ""
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:8]
 
 
@@ -98,13 +103,7 @@ def problems(config: RunConfig) -> Iterator[Problem]:
     for key, value in (("record.ablation", config.record.ablation), ("record.arm", config.record.arm)):
         if not re.fullmatch(r"[\w .+,=()-]{0,60}", value):
             yield Problem(key, value, "is part of a file name", "up to 60 letters, digits, spaces and . + , = ( ) _ -")
-    try:
-        folder = Path(config.record.folder).absolute()
-        there = next(f for f in (folder / "rows", folder, *folder.parents) if f.exists())
-        writable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
-    except OSError:
-        writable = False
-    if not writable:
+    if not writable(Path(config.record.folder) / "rows"):
         legal = "a folder, made where it is missing"
         yield Problem("record.folder", config.record.folder, "cannot be written to", legal)
 

@@ -132,11 +132,14 @@ class Trainer:
         return t
 
 
-def train(trainer: Trainer, batches: GlobalMicrobatches, held_out: HeldOut | None = None) -> Iterator[Step]:
-    """Run all steps of the config, yielding each as it ends; evaluations where `train.eval_every` says."""
-    following = batches(0)
+def train(
+    trainer: Trainer, batches: GlobalMicrobatches, held_out: HeldOut | None = None, first: int = 0
+) -> Iterator[Step]:
+    """Run all steps of the config from `first` on, yielding each as it ends; evaluations where `train.eval_every`
+    says. What is done between two steps counts as time of the second one."""
+    following = batches(first)
     begin = time.perf_counter()
-    for index in range(trainer.config.train.steps):
+    for index in range(first, trainer.config.train.steps):
         microbatches = following
         sums = trainer.backward(microbatches)
         numbers = trainer.queue(index, sums)

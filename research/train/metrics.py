@@ -22,6 +22,7 @@ from research.models.batch import Batch
 from research.models.decoder import active_parameters
 from research.models.flops import flops_per_token
 from research.record import Hardware, Row, run_id
+from research.train.checkpoint.saving import Checkpoints
 from research.train.loop import Load, Step, Trainer
 from research.train.memory import peak_bytes
 from research.train.optim import max_violation
@@ -62,11 +63,13 @@ def make_row(
     held_out: HeldOut | None,
     started: datetime,
     version: Version,
+    checkpoints: Checkpoints,
 ) -> Row:
     """The row of a finished run, as this rank saw it. Every rank must call it; memory is measured in one more step,
     on `next_batch`, which is not timed and changes no weight. Bytes and waits are those of steps, without evaluations.
+    Losses, norms, evaluations and tokens are those of all steps, also of those before the run was resumed.
     """
-    config, built, ledger = trainer.config, trainer.built, trainer.mesh.ledger
+    config, built, ledger, history = trainer.config, trainer.built, trainer.mesh.ledger, checkpoints.history
     timed = timed_steps(steps, config.record.warmup_steps, config.record.profile)
     of_steps = {k: v for k, v in ledger.bytes.items() if k.phase != EVAL}
     mine = (
@@ -100,10 +103,12 @@ def make_row(
         unigram_entropy=corpus.unigram_entropy,
         corpus=corpus.digest,
         loss=steps[-1].loss,
-        losses=[s.loss for s in steps],
-        grad_norms=[s.norm for s in steps],
-        skipped_steps=sum(s.skipped for s in steps),
-        tokens=_trained(steps),
+        losses=history.losses,
+        grad_norms=history.norms,
+        skipped_steps=history.skipped,
+        tokens=history.tokens,
+        resumed_step=checkpoints.first,
+        resumed_from=str(checkpoints.source or ""),
         timed_steps=len(timed),
         tokens_per_s=speed.tokens_per_s,
         step_ms=speed.step_ms,
@@ -120,8 +125,8 @@ def make_row(
         expert_choices={name: list(each.choices) for name, each in load.items()},
         dropped_choices={name: list(each.dropped) for name, each in load.items()} if config.model.capacity else {},
         max_violation={name: max_violation(each.choices) for name, each in load.items()},
-        mtp_losses=[list(of_depth) for of_depth in zip(*(s.ahead for s in steps), strict=True)],
-        **_evaluations(steps, held_out),
+        mtp_losses=[list(of_depth) for of_depth in zip(*history.ahead, strict=True)],
+        **_evaluations(history.evals, held_out),
     )
 
 
@@ -146,10 +151,9 @@ class Evaluations(TypedDict, total=False):
     bits_per_byte: float | None
 
 
-def _evaluations(steps: Sequence[Step], held_out: HeldOut | None) -> Evaluations:
+def _evaluations(evals: list[list[float]], held_out: HeldOut | None) -> Evaluations:
     """Perplexity is exp of the last loss; bits per byte are the nats of all counted tokens over ln 2 and over the UTF-8
     bytes of the held-out documents. The first token of a document is not counted, its `end` is."""
-    evals: list[list[float]] = [[s.index + 1, s.eval_loss] for s in steps if s.eval_loss is not None]
     if held_out is None or not evals:
         return {}
     loss, size = evals[-1][1], held_out.text_bytes

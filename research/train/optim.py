@@ -20,6 +20,13 @@ def adamw(config: TrainConfig, parameters: Sequence[tuple[Tensor, bool]]) -> tor
     return torch.optim.AdamW([g for g in groups if g["params"]], config.lr, betas, config.adam_eps, fused=True)
 
 
+def make_moments(optimizer: torch.optim.Optimizer) -> None:
+    """What the first step of fused AdamW makes, where it is not there yet: a checkpoint is loaded into it."""
+    for p in (p for group in optimizer.param_groups for p in group["params"] if not optimizer.state[p]):
+        step = torch.zeros((), dtype=torch.float32, device=p.device)
+        optimizer.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+
+
 @torch.no_grad()
 def move_biases(model: nn.Module, good: Tensor) -> dict[str, Tensor]:
     """An expert that was chosen less than the mean in this step becomes easier to choose, and the other way round, by

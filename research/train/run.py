@@ -13,6 +13,7 @@ from research.launch.process import Place
 from research.launch.watchdog import watched
 from research.mesh import Mesh
 from research.record import NOT_IDENTITY, Row
+from research.train.checkpoint.saving import Checkpoints
 from research.train.loop import Step, Trainer, train
 from research.train.metrics import Version, code_version, make_row
 from research.train.watch import boarded, shown, traced
@@ -28,12 +29,15 @@ def run(config: RunConfig, place: Place, device: torch.device) -> Row:
     with watched(mesh.ledger, place, config.launch.timeout_s):
         require_alike(config, corpus, mesh)
         trainer = Trainer(config, mesh, device)
-        steps = train(trainer, batches.microbatches_of, validation)
+        checkpoints = Checkpoints(trainer, corpus.digest)
+        first = checkpoints.first
+        steps = checkpoints.saving(train(trainer, batches.microbatches_of, validation, first))
         if place.rank == 0:
-            steps = shown(boarded(traced(steps, config), config), config)
+            steps = shown(boarded(traced(steps, config, first), config, first), config, first)
         done: list[Step] = list(steps)
-        following = batches.microbatches_of(len(done))
-        row = make_row(trainer, place, done, following, corpus, validation, started, version)
+        checkpoints.wait()
+        following = batches.microbatches_of(first + len(done))
+        row = make_row(trainer, place, done, following, corpus, validation, started, version, checkpoints)
     if place.rank == 0:
         record.write(row, config.record.folder)
     return row
@@ -42,7 +46,9 @@ def run(config: RunConfig, place: Place, device: torch.device) -> Row:
 def require_alike(config: RunConfig, corpus: Corpus, mesh: Mesh) -> None:
     """Ranks that a launcher started may stand on different nodes. Raises ConfigError on every rank where their configs
     or their texts differ: nothing else would show it."""
-    mine: dict[str, object] = {k: v for k, v in flat(to_mapping(config)) if k not in NOT_IDENTITY}
+    mine: dict[str, object] = {
+        k: v for k, v in flat(to_mapping(config)) if k not in NOT_IDENTITY or k.startswith("checkpoint.")
+    }
     everyone = comm.gather_objects(mine | {"text of data.path": corpus.digest}, mesh.group("world"), "start")
     problems = []
     for what, value in everyone[0].items():

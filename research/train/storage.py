@@ -14,7 +14,7 @@ from research import comm
 from research.build import DTYPES, Built
 from research.config import TrainConfig
 from research.mesh import Box, Group
-from research.train.optim import adamw
+from research.train.optim import adamw, make_moments
 
 
 @dataclass
@@ -150,11 +150,26 @@ class Storage:
         # The fused kernel skips on the device where this is not 0: what torch's GradScaler relies on.
         self.optimizer.found_inf = (~good).float()  # type: ignore[attr-defined]
         self.optimizer.step()
+        self.publish()
+        for bucket in self.buckets:
+            bucket.flat.zero_()
+
+    def publish(self) -> None:
+        """Masters have changed: what forward uses follows them."""
         for held in self.held.values():
             if held.used.dtype != held.master.dtype:
                 held.used.data.copy_(held.master)
-        for bucket in self.buckets:
-            bucket.flat.zero_()
+
+    def moments(self, name: str) -> dict[str, Tensor]:
+        """What the optimizer knows of a parameter: tensors that lie like its master, and scalars. Nothing is known of
+        those without a gradient."""
+        make_moments(self.optimizer)
+        known: dict[str, Tensor] = self.optimizer.state[self.held[name].master] if name in self.held else {}
+        return known
+
+    def copies(self, name: str) -> Group:
+        """The ranks that hold the same box of this parameter's weight and moments."""
+        return self.built.replicas[name]
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """All of this rank's training state, by category of the memory meter."""

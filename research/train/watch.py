@@ -17,14 +17,14 @@ from research.train.optim import learning_rate, max_violation
 EVERY_S = 10.0  # between two lines where there is no terminal
 
 
-def shown(steps: Iterable[Step], config: RunConfig) -> Iterator[Step]:
+def shown(steps: Iterable[Step], config: RunConfig, first: int = 0) -> Iterator[Step]:
     """Loss, tokens/s and the time left, on standard error: a bar at a terminal, elsewhere a line now and then."""
     console = Console(stderr=True)
     title = config.record.arm or config.record.ablation or "train"
     said = time.monotonic()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(title, total=config.train.steps)
+        task = bar.add_task(title, total=config.train.steps, completed=first)
         evaluated: float | None = None
         for step in steps:
             evaluated = step.eval_loss if step.eval_loss is not None else evaluated
@@ -37,7 +37,7 @@ def shown(steps: Iterable[Step], config: RunConfig) -> Iterator[Step]:
             yield step
 
 
-def boarded(steps: Iterable[Step], config: RunConfig) -> Iterator[Step]:
+def boarded(steps: Iterable[Step], config: RunConfig, first: int = 0) -> Iterator[Step]:
     """TensorBoard, where `record.tensorboard`: scalars of each step; at the end all keys with the last loss as
     hyper-parameters, so that runs can be sorted and compared by them."""
     if not config.record.tensorboard:
@@ -46,8 +46,9 @@ def boarded(steps: Iterable[Step], config: RunConfig) -> Iterator[Step]:
     from torch.utils.tensorboard import SummaryWriter  # a second of imports that other runs need not pay
 
     folder, last = Path(config.record.folder) / "tensorboard" / run_id(config), None
-    shutil.rmtree(folder, ignore_errors=True)  # of an earlier run, whose row is replaced as well
-    with SummaryWriter(folder) as writer:
+    if not first:
+        shutil.rmtree(folder, ignore_errors=True)  # of an earlier run, whose row is replaced as well
+    with SummaryWriter(folder, purge_step=first or None) as writer:
         for step in steps:
             last = step
             scalars = {
@@ -74,19 +75,20 @@ def boarded(steps: Iterable[Step], config: RunConfig) -> Iterator[Step]:
             writer.add_hparams(keys, {"final/loss": last.loss}, run_name=".")
 
 
-def traced(steps: Iterable[Step], config: RunConfig) -> Iterator[Step]:
+def traced(steps: Iterable[Step], config: RunConfig, first: int = 0) -> Iterator[Step]:
     """A trace of the last step, where `record.profile`: actions by name, communication by axis and purpose."""
     if not config.record.profile:
         yield from steps
         return
-    profiler = torch.profiler.profile()  # CPU, and CUDA where there is one
-    steps = iter(steps)
-    for index in range(config.train.steps):
-        if index == config.train.steps - 1:
-            profiler.start()
-        step = next(steps)
+    profiler, last = torch.profiler.profile(), config.train.steps - 1  # CPU, and CUDA where there is one
+    if first == last:
+        profiler.start()
+    for step in steps:
+        if step.index == last:
+            profiler.stop()
+            path = Path(config.record.folder) / "traces" / f"{run_id(config)}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(path))
         yield step
-    profiler.stop()
-    path = Path(config.record.folder) / "traces" / f"{run_id(config)}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    profiler.export_chrome_trace(str(path))
+        if step.index == last - 1:
+            profiler.start()

@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "research.launch": "config ledger launch",
     "research.ablation": "config record",
     "research.train.action": "",
-    "research.train": "config ledger mesh comm record data models parallel.axis build launch train",
+    "research.train": "config files ledger mesh comm record data models parallel.axis build launch train",
     "research.report": "config files record report",
     "research.bench": "bench config files models",
     "research.reproduce": "parallel.pp reproduce",

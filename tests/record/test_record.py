@@ -149,7 +149,15 @@ def test_an_id_changes_with_what_is_computed(key: str) -> None:
     same = config_hash(to_mapping(config)) == config_hash(
         to_mapping(configs.replace(config, {key: other(key, DEFAULTS[key])}))
     )
-    assert same == (key in place_or_name + watching)
+    keeping = ("checkpoint.every", "checkpoint.folder", "checkpoint.keep", "checkpoint.keep_every")
+    assert same == (key in place_or_name + watching + keeping)
+
+
+def test_a_run_that_goes_on_is_the_same_run() -> None:
+    def hashed(resume: str) -> str:
+        return config_hash(to_mapping(configs.replace(RunConfig(), {"checkpoint.resume": resume})))
+
+    assert hashed("latest") == hashed("auto") == hashed("") != hashed("some/folder")
 
 
 def test_an_id_says_ablation_arm_and_seed() -> None:

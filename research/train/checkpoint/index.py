@@ -1,0 +1,216 @@
+"""The index of a checkpoint: which box of which tensor stands in which file, and what the files must hash to.
+
+A checkpoint is a folder `step-00000020` with safetensors files and `index.json`, which is written last and in one
+piece: without it there is no checkpoint, with it there is a whole one. Nothing here is a pickle.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from research.files import write_atomically
+from research.mesh import Box
+
+INDEX = "index.json"
+OWN = re.compile(
+    r"[0-9a-f]{8}-\d{5}-(weights|rest)\.safetensors|\.index\.json\..*"
+)  # files that saves make, but the index
+FORMAT = 1
+DTYPES = {str(t).removeprefix("torch."): t for t in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
+DTYPES |= {str(t).removeprefix("torch."): t for t in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)}
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is not there or does not fit, or one that could not be written."""
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint that is not whole."""
+
+
+@dataclass(frozen=True)
+class File:
+    """What a file must be."""
+
+    nbytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One global tensor: the boxes that it is stored in, each with the file that holds it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    boxes: dict[Box, str]
+
+
+@dataclass(frozen=True)
+class Index:
+    """`number` orders the checkpoints of a folder as they were made. `state` is what is no tensor: step, config, .."""
+
+    number: int
+    state: Mapping[str, Any]
+    files: Mapping[str, File] = field(default_factory=dict)
+    tensors: Mapping[str, Entry] = field(default_factory=dict)
+
+
+def stored_name(name: str, box: Box) -> str:
+    """The name of a box inside its file; a tensor that starts at its origin keeps its own."""
+    offsets = [offset for offset, _ in box]
+    return f"{name}@{','.join(map(str, offsets))}" if any(offsets) else name
+
+
+def write_index(folder: Path, index: Index) -> None:
+    """The moment from which the checkpoint exists. Files of an earlier, unfinished save are removed after it."""
+    content = {
+        "format": FORMAT,
+        "number": index.number,
+        "state": index.state,
+        "files": {name: [f.nbytes, f.sha256] for name, f in index.files.items()},
+        "tensors": {
+            name: {
+                "dtype": str(e.dtype).removeprefix("torch."),
+                "shape": e.shape,
+                "boxes": [[*b, f] for b, f in e.boxes.items()],
+            }
+            for name, e in index.tensors.items()
+        },
+    }
+    text = json.dumps(content)
+    write_atomically(folder / INDEX, f'{{"sha256": "{_digest(text)}", "content": {text}}}'.encode())
+    sync_folder(folder)
+    for path in folder.iterdir():
+        if OWN.fullmatch(path.name) and path.name not in index.files:
+            path.unlink()
+
+
+def read_index(folder: Path) -> Index:
+    """Raises CheckpointError naming the file where it is missing, altered, or of another format."""
+    path = folder / INDEX
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise DamagedError(f"{folder} is no complete checkpoint: it has no {INDEX}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DamagedError(f"{path} cannot be read: {error}") from None
+    found = re.fullmatch(r'\{"sha256": "([0-9a-f]{64})", "content": (.*)\}', text, re.DOTALL)
+    if found is None or _digest(found[2]) != found[1]:
+        raise DamagedError(f"{path} is truncated or was altered")
+    content = json.loads(found[2])
+    if content["format"] != FORMAT:
+        raise CheckpointError(f"{path} has format {content['format']}; legal: {FORMAT}")
+    if any(Path(name).name != name for name in content["files"]):
+        raise DamagedError(f"{path} names a file outside of the checkpoint")
+    return Index(
+        content["number"],
+        content["state"],
+        {name: File(*f) for name, f in content["files"].items()},
+        {name: _entry(e) for name, e in content["tensors"].items()},
+    )
+
+
+def _entry(e: Mapping[str, Any]) -> Entry:
+    boxes = {tuple((o, n) for o, n in b): f for *b, f in e["boxes"]}
+    return Entry(DTYPES[e["dtype"]], tuple(e["shape"]), boxes)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def sync_folder(folder: Path) -> None:
+    """Names in a folder outlive a power failure once the folder itself is on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def damage(folder: Path, names: Iterable[str], files: Mapping[str, File]) -> Iterator[str]:
+    """What is wrong with these files, each named; all of their bytes are read."""
+    for name in names:
+        path, wanted = folder / name, files[name]
+        try:
+            nbytes = path.stat().st_size
+            if nbytes != wanted.nbytes:
+                yield f"{path} has {nbytes} bytes instead of {wanted.nbytes}"
+                continue
+            with path.open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != wanted.sha256:
+                    yield f"{path} was altered: its checksum differs"
+        except OSError as error:
+            yield f"{path} cannot be read: {error.strerror}"
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}"
+
+
+def steps_in(folder: Path) -> list[Path]:
+    """Folders of checkpoints in the folder of a run, complete or not, by step."""
+    return sorted(p for p in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", p.name))
+
+
+def complete(folder: Path) -> list[Path]:
+    """The complete checkpoints of a run, in the order in which they were made. One whose index is damaged comes last:
+    it is to be named rather than passed over."""
+    return sorted((p for p in steps_in(folder) if (p / INDEX).exists()), key=lambda p: (number_of(p), p.name))
+
+
+def number_of(checkpoint: Path) -> float:
+    try:
+        return read_index(checkpoint).number
+    except CheckpointError:
+        return float("inf")
+
+
+def prune(folder: Path, keep: int, keep_every: int) -> None:
+    """Remove all but the last `keep` complete checkpoints (0: all stay) and those whose step `keep_every` divides; and
+    what saves that never ended have left. A damaged one stays, for someone to look at, and does not count as kept."""
+    sound = [p for p in complete(folder) if number_of(p) < float("inf")]
+    old = sound[: max(len(sound) - keep, 0)] if keep else []
+    for path in old:
+        if not keep_every or int(path.name.partition("-")[2]) % keep_every:
+            remove(path)
+    for path in steps_in(folder):
+        if not (path / INDEX).exists():
+            remove(path)
+
+
+def remove(checkpoint: Path) -> None:
+    """Its index first: what is left of a removal that was cut short is no checkpoint. Files that no save wrote stay."""
+    (checkpoint / INDEX).unlink(missing_ok=True)
+    for path in checkpoint.iterdir():
+        if OWN.fullmatch(path.name):
+            path.unlink()
+    with contextlib.suppress(OSError):
+        checkpoint.rmdir()
+
+
+def newest(place: Path) -> Path | None:
+    """The checkpoint that a path means: itself, or the newest complete one of a run's folder; None where there is
+    none."""
+    if (place / INDEX).exists():
+        return place
+    found = complete(place)
+    return found[-1] if found else None
+
+
+def offer(checkpoint: Path) -> str:
+    """What to use instead of a damaged checkpoint: the complete one before it, as far as names and sizes tell."""
+    others = [p for p in complete(checkpoint.parent) if p != checkpoint]
+    for path in reversed(others):
+        with contextlib.suppress(CheckpointError, OSError):
+            if all((path / name).stat().st_size == f.nbytes for name, f in read_index(path).files.items()):
+                return f"; the complete checkpoint before it is {path}"
+    return "; there is no other complete checkpoint beside it"
