@@ -69,7 +69,8 @@ def wired(config: RunConfig, mesh: Mesh) -> seams.Seams:
             "count_each": summed(seams.count_each, sample),
             "assemble": assembled(stage),
         }
-    return seams.wire(seams.one_device(products, flash=config.train.kernel == "flash"), claims)
+    wraps = [a.wraps(config, mesh) for a in AXES]
+    return seams.wire(seams.one_device(products, flash=config.train.kernel == "flash"), claims, wraps)
 
 
 def summed(counting: Callable[[Tensor, int], Tensor], group: Group) -> seams.Seam:

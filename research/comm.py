@@ -87,9 +87,7 @@ def start_all_to_all(x: Tensor, group: Group, purpose: str, sends: Sequence[int]
     others = sum(receives) - receives[group.rank]
     _count(group, purpose, "all_to_all", Fraction(others * math.prod(x.shape[1:])), x)
     with record_function(f"{group.axis}: {purpose}"):
-        work = dist.all_to_all_single(
-            out, x, list(receives), list(sends), group=group.process_group, async_op=True
-        )
+        work = dist.all_to_all_single(out, x, list(receives), list(sends), group=group.process_group, async_op=True)
         return Pending(group, out, work, x)
 
 

@@ -226,6 +226,16 @@ class DpConfig:
 
 
 @dataclass(frozen=True)
+class TpConfig:
+    """Tensor parallelism: ranks that hold parts of the heads, of the feed-forward width and of the vocabulary."""
+
+    degree: int = key(1, "ranks on the tp axis; 1 is off", at_least=1)
+    sequence: bool = key(True, "sequence parallelism: outside column..row a rank holds its part of the tokens, not all")
+    overlap: int = key(1, "pieces in which activations travel, each beside the product of another", at_least=1)
+    keep_gathered: bool = key(False, "keep gathered inputs for backward: more memory, one all-gather less")
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """Text, tokenizer and sample length."""
 
@@ -342,6 +352,7 @@ class RunConfig:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     dp: DpConfig = field(default_factory=DpConfig)
+    tp: TpConfig = field(default_factory=TpConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     record: RecordConfig = field(default_factory=RecordConfig)

@@ -21,8 +21,8 @@ from research.models.rope import Places, places
 
 
 class Output(NamedTuple):
-    """`loss`: cross-entropy summed over counted tokens, nats. `aux`: this rank's part of the auxiliary losses. `ahead`:
-    as `loss`, by depth of multi-token prediction."""
+    """This rank's part of each. `loss`: cross-entropy summed over counted tokens, nats. `aux`: auxiliary losses.
+    `ahead`: as `loss`, by depth of multi-token prediction."""
 
     loss: Tensor
     aux: Tensor

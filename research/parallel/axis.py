@@ -1,6 +1,6 @@
 """What an axis is, and the list of those that exist. Each axis is one folder beside this file."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 from research.config import Problem, RunConfig
@@ -9,6 +9,7 @@ from research.models.batch import Batch
 from research.models.kernels import Products
 from research.models.seams import Seam
 from research.parallel.dp import DataParallel
+from research.parallel.tp import TensorParallel
 
 
 class Axis(Protocol):
@@ -25,12 +26,16 @@ class Axis(Protocol):
         """The seams that this axis owns; none where it is off. A product with a weight goes through `products`."""
         ...
 
+    def wraps(self, config: RunConfig, mesh: Mesh) -> Mapping[str, Callable[[Seam], Seam]]:
+        """What this axis does around a seam, whoever owns it."""
+        ...
+
     def cut_batch(self, batch: Batch, mesh: Mesh) -> Batch:
         """This rank's part of a batch that is whole along this axis."""
         ...
 
 
-AXES: tuple[Axis, ...] = (DataParallel(),)
+AXES: tuple[Axis, ...] = (DataParallel(), TensorParallel())
 
 
 def problems(config: RunConfig) -> Iterator[Problem]:

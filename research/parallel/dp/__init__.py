@@ -1,6 +1,6 @@
 """Data parallelism. See README.md beside this file."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 
 from research.config import Problem, RunConfig
@@ -28,6 +28,9 @@ class DataParallel:
             yield Problem("dp.degree", config.dp.degree, rule, f"1 to {smallest}")
 
     def seams(self, config: RunConfig, mesh: Mesh, products: Products) -> Mapping[str, Seam]:
+        return {}
+
+    def wraps(self, config: RunConfig, mesh: Mesh) -> Mapping[str, Callable[[Seam], Seam]]:
         return {}
 
     def cut_batch(self, batch: Batch, mesh: Mesh) -> Batch:

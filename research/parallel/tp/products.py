@@ -1,0 +1,146 @@
+"""The products at whose edges activations change hands, each beside its communication.
+
+B batch, S = n*s tokens, D model, O output and I input width on this rank, n tp ranks. A piece is a run of the s tokens
+of every rank, so that pieces come and go one by one while the product of another is under way (`tp.overlap`).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from research import comm
+from research.mesh import Group
+from research.models.seams import Seam
+
+
+def column(group: Group, pieces: int, keep: bool) -> Seam:
+    """x (B, s, D), weights (O, D) -> one (B, S, O) each."""
+
+    def product(x: Tensor, *weights: Tensor) -> list[Tensor]:
+        return list(_Column.apply(x, group, pieces, keep, *weights))
+
+    return product
+
+
+class _Column(torch.autograd.Function):
+    """
+    forward    x (B, s, D) all-gathered to X (B, S, D);  y = X w^T (B, S, O), for each weight
+    backward   X gathered again, or kept;  dx (B, s, D) = sum of dy w, reduce-scattered, beside  dw (O, D) = dy^T X
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group, pieces: int, keep: bool, *weights: Tensor):  # type: ignore[no-untyped-def]
+        gathered, outputs = _gathered_product(x, group, "column", pieces, weights)
+        ctx.about = group, pieces, keep
+        ctx.save_for_backward(gathered if keep else x, *weights)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx, *dys: Tensor):  # type: ignore[no-untyped-def]
+        group, pieces, keep = ctx.about
+        x, *weights = ctx.saved_tensors
+        again = None if keep else comm.start_all_gather(x, group, "column")
+        dy, w = _side_by_side(dys, weights)
+        sums = _started_sums(lambda part: part @ w, dy, group, "column", pieces)
+        gathered = x if again is None else comm.joined(again.wait(), 1)
+        dw = (dy.flatten(0, 1).T @ gathered.flatten(0, 1)).split([len(w) for w in weights])
+        return torch.cat([s.wait() for s in sums], 1), None, None, None, *dw
+
+
+def row(group: Group, sequence: bool, pieces: int) -> Seam:
+    """x (B, S, I), weight (D, I) -> (B, s, D), or (B, S, D) without sequence parallelism."""
+    function = _RowScattered if sequence else _RowRepeated
+
+    def product(x: Tensor, w: Tensor) -> Tensor:
+        y: Tensor = function.apply(x, w, group, pieces)
+        return y
+
+    return product
+
+
+class _RowScattered(torch.autograd.Function):
+    """
+    forward    y (B, s, D) = x (B, S, I) w^T, reduce-scattered
+    backward   dy (B, s, D) all-gathered to dY (B, S, D);  dx = dY w;  dw (D, I) = dY^T x
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, w: Tensor, group: Group, pieces: int) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.about = group, pieces
+        ctx.save_for_backward(x, w)
+        return torch.cat([s.wait() for s in _started_sums(lambda part: part @ w.T, x, group, "row", pieces)], 1)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
+        group, pieces = ctx.about
+        x, w = ctx.saved_tensors
+        gathered, (dx,) = _gathered_product(dy, group, "row", pieces, [w.T])
+        return dx, gathered.flatten(0, 1).T @ x.flatten(0, 1), None, None
+
+
+class _RowRepeated(torch.autograd.Function):
+    """
+    forward    y (B, S, D) = x (B, S, I) w^T, all-reduced
+    backward   dy (B, S, D) all-reduced;  dx = dy w;  dw (D, I) = dy^T x
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, w: Tensor, group: Group, pieces: int) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.about = group, pieces
+        ctx.save_for_backward(x, w)
+        parts = (part @ w.T for part in x.tensor_split(pieces, 1))
+        return torch.cat([s.wait() for s in [comm.start_all_reduce(p, group, "row") for p in parts]], 1)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
+        group, pieces = ctx.about
+        x, w = ctx.saved_tensors
+        parts = [part.clone(memory_format=torch.contiguous_format) for part in dy.tensor_split(pieces, 1)]
+        sums = [comm.start_all_reduce(part, group, "row") for part in parts]
+        dx = torch.cat([s.wait() @ w for s in sums], 1)
+        return dx, torch.cat(parts, 1).flatten(0, 1).T @ x.flatten(0, 1), None, None
+
+
+def _gathered_product(
+    x: Tensor, group: Group, purpose: str, pieces: int, weights: Sequence[Tensor]
+) -> tuple[Tensor, list[Tensor]]:
+    """x (B, s, D) -> gathered X (B, S, D), and X w^T for each weight: each piece multiplied while the next travels."""
+    coming = [comm.start_all_gather(piece, group, purpose) for piece in x.tensor_split(pieces, 1)]
+    if pieces == 1:
+        gathered = comm.joined(coming[0].wait(), 1)
+        return gathered, [gathered @ w.T for w in weights]
+    parts, products = [], []
+    for piece in coming:
+        parts.append(comm.joined(piece.wait(), 1))
+        products.append([parts[-1] @ w.T for w in weights])
+    return _whole(parts, group.size), [_whole(p, group.size) for p in zip(*products, strict=True)]
+
+
+def _started_sums(
+    product: Callable[[Tensor], Tensor], x: Tensor, group: Group, purpose: str, pieces: int
+) -> list[comm.Pending]:
+    """x (B, S, ..) -> products, reduce-scattered: (B, s / pieces, ..) each, all under way."""
+    return [
+        comm.start_reduce_scatter(comm.parted(product(piece), group.size, 1), group, purpose)
+        for piece in _pieces(x, group.size, pieces)
+    ]
+
+
+def _pieces(x: Tensor, n: int, pieces: int) -> Iterator[Tensor]:
+    """(B, S, ..) -> (B, S / pieces, ..) each, with a run of every rank's tokens."""
+    if pieces == 1:
+        yield x
+        return
+    for part in x.unflatten(1, (n, -1)).tensor_split(pieces, 2):
+        yield part.flatten(1, 2)
+
+
+def _whole(parts: Sequence[Tensor], n: int) -> Tensor:
+    """The inverse of `_pieces`."""
+    return torch.cat([part.unflatten(1, (n, -1)) for part in parts], 2).flatten(1, 2)
+
+
+def _side_by_side(dys: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Gradients (B, S, O) and weights (O, D) of several products as those of one, which sums by itself."""
+    return (dys[0], weights[0]) if len(dys) == 1 else (torch.cat(list(dys), -1), torch.cat(list(weights)))
