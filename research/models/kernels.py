@@ -89,21 +89,27 @@ def cross_entropy(
     head: Tensor,
     targets: Tensor,
     low: int = 0,
+    high: int | None = None,
     largest: Callable[[Tensor], Tensor] = lambda t: t,
     total: Callable[[Tensor], Tensor] = lambda t: t,
 ) -> Tensor:
     """x (N, D), head (V, D), targets (N,) -> sum of the cross-entropy of those targets that are not negative, nats.
 
-    `head` may be the rows from `low` on of a larger one, whose parts lie on several ranks: `largest` and `total` then
-    reduce (.., n) over these, each computes the same sum, and the gradients are those through its own rows.
+    `head` may be a part of a larger one: its rows begin at `low`, and those from `high` on are padding. `largest` and
+    `total` then reduce (.., n) over the ranks that hold the parts: each computes the same sum, and the gradients are
+    those through its own rows. All ranks hold as many rows, so that they take as many tokens at a time.
     """
-    y: Tensor = _CrossEntropy.apply(x, head, targets, low, largest, total)
+    tokens = max(1, CHUNK // len(head))
+    if high is not None:
+        head = head[: max(0, min(len(head), high - low))]
+    y: Tensor = _CrossEntropy.apply(x, head, targets, low, tokens, torch.is_grad_enabled(), largest, total)
     return y
 
 
 class _CrossEntropy(torch.autograd.Function):
     """A few tokens at a time, so that logits never exist at once; their gradient is used up where they are, as Liger
-    Kernel does (Hsu et al. 2024, section 3.2), and waits for the factor that backward brings.
+    Kernel does (Hsu et al. 2024, section 3.2), and waits for the factor that backward brings. In bfloat16 dx is rounded
+    before that factor and after it, so that all of it may be off by one part in 512.
 
     forward    logits (n, V) = x head^T;  loss += log sum exp(logits) - logits[target]
                dlogits = softmax - onehot;  dx (n, D) = dlogits head;  dhead (V, D) += dlogits^T x
@@ -111,14 +117,12 @@ class _CrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, head, targets, low, largest, total):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, head, targets, low, tokens, wanted, largest, total):  # type: ignore[no-untyped-def]
         wide = torch.promote_types(x.dtype, torch.float32)
-        wanted = any(ctx.needs_input_grad)
         dx = torch.empty_like(x) if wanted else None
         dhead = torch.zeros_like(head, dtype=wide) if wanted else None
         loss = x.new_zeros((), dtype=wide)
-        size = max(1, CHUNK // max(len(head), 1))
-        for at in (slice(i, i + size) for i in range(0, len(x), size)):
+        for at in (slice(i, i + tokens) for i in range(0, len(x), tokens)):
             here, own = x[at], targets[at] - low
             e = F.linear(here, head).to(wide)
             top = e.amax(-1) if len(head) else e.new_full((len(e),), -torch.inf)
@@ -144,7 +148,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dloss):  # type: ignore[no-untyped-def]
         dx, dhead = ctx.saved_tensors
-        return dx * dloss.to(dx.dtype), (dhead * dloss).to(dx.dtype), None, None, None, None
+        return (dx * dloss.view(1, 1)).to(dx.dtype), (dhead * dloss).to(dx.dtype), *[None] * 6
 
 
 def permute(x: Tensor, index: Tensor, back: Tensor, copies: int) -> Tensor:

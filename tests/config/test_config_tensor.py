@@ -18,7 +18,10 @@ TINY = "experiments/configs/tiny.yaml"
         ("tp.degree=2 data.sequence=63", r"tp.degree=2 must divide the 63 tokens of a sample on each rank"),
         ("tp.degree=2 data.sequence=63 tp.sequence=false", r"must divide the 63 tokens of a sample on each rank"),
         ("tp.degree=8 model.kv_heads=8 model.vocab=7", r"tp.degree=8 exceeds model.vocab=7; legal: 1 to 7"),
-        ("tp.degree=4 tp.overlap=17", r"tp.overlap=17 exceeds the 16 tokens of a sample on each rank; legal: 1 to 16"),
+        (
+            "tp.degree=4 tp.overlap=17",
+            r"tp.overlap=17 exceeds the 16 tokens of a sample that each rank sends; legal: 1 to 16",
+        ),
         ("tp.degree=2 tp.sequence=false tp.keep_gathered=true", r"tp.keep_gathered=true has nothing to keep"),
         ("tp.degree=0", r"tp.degree=0 is out of range"),
     ],

@@ -53,7 +53,7 @@ def test_layout_equals_one_process(prove, words):
     assert not failed, failed[:5]
 
 
-@pytest.mark.parametrize("words", ["tp.degree=1", "tp.degree=2", "tp.degree=2 tp.sequence=false"])
+@pytest.mark.parametrize("words", ["tp.degree=1", "tp.degree=2", "tp.degree=4 tp.sequence=false model.vocab=261"])
 @pytest.mark.parametrize("logits", [10**4, 10**5])
 def test_cross_entropy_in_pieces(prove, monkeypatch, words, logits):
     """Of a microbatch's 512 tokens, some 40 or 400 (80 or 800) at a time."""
@@ -104,8 +104,8 @@ def test_planted_vocabulary_offset(prove, monkeypatch):
     """The last rank's rows are taken for those one id further."""
     real = kernels.cross_entropy
 
-    def shifted(x, head, targets, low=0, *reductions):
-        return real(x, head, targets, low + (low > 0), *reductions)
+    def shifted(x, head, targets, low=0, *rest):
+        return real(x, head, targets, low + (low > 0), *rest)
 
     monkeypatch.setattr(kernels, "cross_entropy", shifted)
     assert fails(prove("tp.degree=2"), "loss")
@@ -133,3 +133,30 @@ def test_planted_padding_that_takes_part(prove, monkeypatch):
     real = tp.cross_entropy
     monkeypatch.setattr(tp, "cross_entropy", lambda group, vocab, sequence: real(group, 10**6, sequence))
     assert fails(prove("tp.degree=4", "model.vocab=257"), "loss")
+
+
+def loss_and_gradients(place, device):
+    """Nine rows over four ranks: 3, 3, 3 and none; three tokens at a time."""
+    generator = torch.Generator().manual_seed(0)
+    x, head = (torch.randn(n, 8, generator=generator, dtype=torch.float64) for n in (20, 12))
+    targets = torch.randint(-1, 9, (20,), generator=generator)
+    group = Mesh({"tp": place.world}, place.rank).group("tp")
+    x = x[None].requires_grad_()
+    mine = head.chunk(place.world)[place.rank].clone().requires_grad_()
+    loss = tp.cross_entropy(group, 9, False)(x, mine, targets[None])
+    dx, dhead = torch.autograd.grad(loss, (x, mine))
+    whole = head[:9].clone().requires_grad_()
+    want = torch.nn.functional.cross_entropy(x[0] @ whole.T, targets, ignore_index=-1, reduction="sum")
+    want_dx, want_dhead = torch.autograd.grad(want, (x, whole))
+    return loss.detach(), want.detach(), dx, want_dx, dhead, want_dhead
+
+
+def test_cross_entropy_where_a_rank_holds_padding_alone(monkeypatch):
+    monkeypatch.setattr(kernels, "CHUNK", 9)
+    ranks = start(loss_and_gradients, 4, load("experiments/configs/tiny.yaml").launch, 60.0)
+    losses, wants, dxs, want_dxs, dheads, want_dheads = zip(*ranks, strict=True)
+    close = {"rtol": 1e-12, "atol": 1e-14}
+    torch.testing.assert_close(sum(losses), wants[0], **close)
+    torch.testing.assert_close(sum(dxs), want_dxs[0], **close)
+    torch.testing.assert_close(torch.cat(dheads)[:9], want_dheads[0], **close)
+    assert not torch.cat(dheads)[9:].any()

@@ -33,6 +33,8 @@ class TensorParallel:
 
     def problems(self, config: RunConfig) -> Iterator[Problem]:
         tp, sizes = config.tp, degrees(config)
+        if tp.keep_gathered and not tp.sequence:
+            yield Problem("tp.keep_gathered", True, "has nothing to keep with tp.sequence=false", "false")
         if tp.degree == 1:
             return
         for name, size in _must_divide(config.model):
@@ -41,7 +43,9 @@ class TensorParallel:
         kv_heads = config.model.kv_heads
         if config.model.attention != "mla" and kv_heads % tp.degree and tp.degree % kv_heads:
             rule = f"must divide model.kv_heads={kv_heads}, or be a multiple of it"
-            yield Problem("tp.degree", tp.degree, rule, divisors(kv_heads))
+            legal = [d for d in range(1, config.model.heads + 1) if config.model.heads % d == 0]
+            legal = [d for d in legal if kv_heads % d == 0 or d % kv_heads == 0]
+            yield Problem("tp.degree", tp.degree, rule, ", ".join(map(str, legal)))
         if config.model.vocab < tp.degree:
             rule = f"exceeds model.vocab={config.model.vocab}"
             yield Problem("tp.degree", tp.degree, rule, f"1 to {config.model.vocab}")
@@ -49,11 +53,10 @@ class TensorParallel:
         if (tp.sequence or config.model.experts) and tokens % tp.degree:
             rule = f"must divide the {tokens} tokens of a sample on each rank (data.sequence/cp.degree)"
             yield Problem("tp.degree", tp.degree, rule, divisors(tokens))
-        if tp.overlap > max(tokens // tp.degree, 1):
-            rule = f"exceeds the {tokens // tp.degree} tokens of a sample on each rank"
-            yield Problem("tp.overlap", tp.overlap, rule, f"1 to {max(tokens // tp.degree, 1)}")
-        if tp.keep_gathered and not tp.sequence:
-            yield Problem("tp.keep_gathered", True, "has nothing to keep with tp.sequence=false", "false")
+        cut = max(tokens // tp.degree if tp.sequence else tokens, 1)
+        if tp.overlap > cut:
+            rule = f"exceeds the {cut} tokens of a sample that each rank sends"
+            yield Problem("tp.overlap", tp.overlap, rule, f"1 to {cut}")
 
     def seams(self, config: RunConfig, mesh: Mesh, products: Products) -> Mapping[str, Seam]:
         group = mesh.group("tp")
@@ -108,7 +111,6 @@ def cross_entropy(group: Group, vocab: int, sequence: bool) -> Seam:
 
     def loss(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
         low = group.rank * len(head)
-        head = head[: max(0, min(len(head), vocab - low))]
         if sequence:
             x = comm.all_gather(x, group, "cross entropy", dim=1)
 
@@ -118,7 +120,7 @@ def cross_entropy(group: Group, vocab: int, sequence: bool) -> Seam:
         def total(t: Tensor) -> Tensor:
             return comm.all_reduce_(t, group, "cross entropy")
 
-        y = kernels.cross_entropy(x.flatten(0, 1), head, targets.flatten(), low, largest, total)
+        y = kernels.cross_entropy(x.flatten(0, 1), head, targets.flatten(), low, vocab, largest, total)
         return y if group.rank == 0 else _Unreported.apply(y)
 
     return loss
@@ -145,8 +147,8 @@ def normalize(group: Group) -> Seam:
     def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         square = comm.all_reduce(wide.square().sum(-1, keepdim=True), group, "normalize")
-        y: Tensor = wide * (square / (group.size * x.shape[-1]) + eps).rsqrt()
-        return y.to(x.dtype) * weight
+        y: Tensor = wide * (square / (group.size * x.shape[-1]) + eps).rsqrt() * weight
+        return y.to(x.dtype)
 
     return norm
 

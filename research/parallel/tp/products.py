@@ -120,7 +120,7 @@ def _gathered_product(
 def _started_sums(
     product: Callable[[Tensor], Tensor], x: Tensor, group: Group, purpose: str, pieces: int
 ) -> list[comm.Pending]:
-    """x (B, S, ..) -> products, reduce-scattered: (B, s / pieces, ..) each, all under way."""
+    """x (B, S, ..) -> products, reduce-scattered: (B, some of s, ..) each, all under way."""
     return [
         comm.start_reduce_scatter(comm.parted(product(piece), group.size, 1), group, purpose)
         for piece in _pieces(x, group.size, pieces)
@@ -128,7 +128,7 @@ def _started_sums(
 
 
 def _pieces(x: Tensor, n: int, pieces: int) -> Iterator[Tensor]:
-    """(B, S, ..) -> (B, S / pieces, ..) each, with a run of every rank's tokens."""
+    """(B, S, ..) -> a run of every rank's tokens each; their lengths differ by one at most."""
     if pieces == 1:
         yield x
         return
