@@ -2,7 +2,7 @@
 
 Bytes are those that one rank receives under the bandwidth-optimal algorithm, whatever the backend does:
 all-reduce 2 (n-1)/n of the buffer (Patarasuk and Yuan 2009), all-gather and reduce-scatter (n-1)/n of the larger
-side, all-to-all what others sent. A group of one communicates nothing.
+side. A group of one communicates nothing.
 
 `start_*` begin beside whatever runs until `wait`; those named like an operation are differentiable, and their backward
 is the exact adjoint, counted under the phase that runs it.
@@ -10,8 +10,6 @@ is the exact adjoint, counted under the phase that runs it.
 n ranks of the group
 """
 
-import math
-from collections.abc import Sequence
 from fractions import Fraction
 from typing import TypeVar
 
@@ -25,7 +23,7 @@ from research.mesh import Group
 SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
 T = TypeVar("T")
 
-# torch renamed both in 2.12.
+# Newer releases of torch have these under other names, and warn of the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -76,19 +74,6 @@ def start_reduce_scatter(x: Tensor, group: Group, purpose: str) -> Pending:
     with record_function(f"{group.axis}: {purpose}"):
         flat = x.view(-1, *out.shape[1:]) if out.dim() else x
         return Pending(group, out, _reduce_scatter(out, flat, group=group.process_group, async_op=True), x)
-
-
-def start_all_to_all(x: Tensor, group: Group, purpose: str, sends: Sequence[int], receives: Sequence[int]) -> Pending:
-    """Rows of x (N, ..), `sends[r]` of them for rank r, in order -> (M, ..): `receives[r]` rows of rank r, in order."""
-    x = x.contiguous()
-    if group.size == 1:
-        return Pending(group, x, None)
-    out = x.new_empty(sum(receives), *x.shape[1:])
-    others = sum(receives) - receives[group.rank]
-    _count(group, purpose, "all_to_all", Fraction(others * math.prod(x.shape[1:])), x)
-    with record_function(f"{group.axis}: {purpose}"):
-        work = dist.all_to_all_single(out, x, list(receives), list(sends), group=group.process_group, async_op=True)
-        return Pending(group, out, work, x)
 
 
 def all_reduce_(x: Tensor, group: Group, purpose: str, op: dist.ReduceOp.RedOpType = SUM) -> Tensor:

@@ -30,6 +30,15 @@ def atomically(path: Path) -> Iterator[IO[bytes]]:
             raise
 
 
+def sync(path: Path) -> None:
+    """To the disk, where it outlives a power failure: the content of a file, or the names in a folder."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def writable(folder: Path) -> bool:
     """Whether files can be made in a folder, which may have to be made first."""
     try:

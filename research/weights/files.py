@@ -4,7 +4,6 @@ Headers say names, shapes and dtypes; values are read one tensor at a time. No p
 """
 
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from research.config import Problem
+from research.files import sync
 from research.weights.problems import WeightsError
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
@@ -133,12 +133,12 @@ def shards(sizes: Mapping[str, int], limit: int) -> list[Shard]:
 
 def write_shard(folder: Path, file: str, tensors: Mapping[str, Tensor]) -> None:
     save_file({n: t.contiguous() for n, t in tensors.items()}, folder / file, {"format": "pt"})
-    _flush(folder / file)
+    sync(folder / file)
 
 
 def write_json(path: Path, tree: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
-    _flush(path)
+    sync(path)
 
 
 def write_index(folder: Path, of: Sequence[Shard], sizes: Mapping[str, int]) -> None:
@@ -160,16 +160,7 @@ def new_folder(path: Path) -> Iterator[Path]:
         yield making
         making.chmod(0o755)
         making.replace(path)
-        _flush(path.parent)
+        sync(path.parent)
     except BaseException:
         shutil.rmtree(making, ignore_errors=True)
         raise
-
-
-def _flush(path: Path) -> None:
-    """To the disk: a file's content, or the names in a folder."""
-    opened = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)

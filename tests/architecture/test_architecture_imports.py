@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "research.mesh": "config ledger",
     "research.comm": "config ledger mesh",
     "research.files": "",
-    "research.weights": "config models weights",
+    "research.weights": "config files models weights",
     "research.record": "config files",
     "research.models": "config models",
     "research.data": "config files data models.batch",

@@ -10,6 +10,7 @@ from research.models import seams
 from research.train import loop
 from research.train.executor import Denominators
 from research.train.storage import Storage
+from tests.parity.findings import assert_equal, fails
 
 GRID = [
     "dp.degree=2",
@@ -53,12 +54,7 @@ GRID = [
 
 @pytest.mark.parametrize("words", GRID)
 def test_layout_equals_one_process(prove, words):
-    failed = [f for f in prove(*words.split()) if not f.passed]
-    assert not failed, failed[:5]
-
-
-def fails(findings, what: str) -> bool:
-    return any(f.what == what and not f.passed for f in findings)
+    assert_equal(prove(*words.split()))
 
 
 def test_planted_average_instead_of_sum(prove, monkeypatch):

@@ -12,6 +12,7 @@ from research.models import kernels
 from research.parallel import tp
 from research.train.loop import Trainer
 from research.train.run import global_batches
+from tests.parity.findings import assert_equal, fails
 
 MLA = "model.attention=mla model.rotary_dim=4 model.value_dim=12"
 GRID = [
@@ -49,8 +50,7 @@ GRID = [
 
 @pytest.mark.parametrize("words", GRID)
 def test_layout_equals_one_process(prove, words):
-    failed = [f for f in prove(*words.split()) if not f.passed]
-    assert not failed, failed[:5]
+    assert_equal(prove(*words.split()))
 
 
 @pytest.mark.parametrize("words", ["tp.degree=1", "tp.degree=2", "tp.degree=4 tp.sequence=false model.vocab=261"])
@@ -58,7 +58,7 @@ def test_layout_equals_one_process(prove, words):
 def test_cross_entropy_in_pieces(prove, monkeypatch, words, logits):
     """Of a microbatch's 512 tokens, some 40 or 400 (80 or 800) at a time."""
     monkeypatch.setattr(kernels, "CHUNK", logits)
-    assert all(f.passed for f in prove(*words.split()))
+    assert_equal(prove(*words.split()))
 
 
 def weights_after_training(config, place, device):
@@ -84,10 +84,6 @@ def test_copies_are_bitwise_equal_after_five_steps(text, tmp_path, sequence):
             copied += len(holders) - 1
             assert all(torch.equal(weight, ranks[r][name][1]) for r in holders), name
     assert copied > 100
-
-
-def fails(findings, what: str) -> bool:
-    return any(f.what == what and not f.passed for f in findings)
 
 
 def test_planted_norm_gradient_that_is_not_summed(prove, monkeypatch):

@@ -7,7 +7,6 @@ piece: without it there is no checkpoint, with it there is a whole one. Nothing 
 import contextlib
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-from research.files import write_atomically
+from research.files import sync, write_atomically
 from research.mesh import Box
 
 INDEX = "index.json"
@@ -87,7 +86,7 @@ def write_index(folder: Path, index: Index) -> None:
     }
     text = json.dumps(content)
     write_atomically(folder / INDEX, f'{{"sha256": "{_digest(text)}", "content": {text}}}'.encode())
-    sync_folder(folder)
+    sync(folder)
     for path in folder.iterdir():
         if OWN.fullmatch(path.name) and path.name not in index.files:
             path.unlink()
@@ -125,15 +124,6 @@ def _entry(e: Mapping[str, Any]) -> Entry:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def sync_folder(folder: Path) -> None:
-    """Names in a folder outlive a power failure once the folder itself is on the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def damage(folder: Path, names: Iterable[str], files: Mapping[str, File]) -> Iterator[str]:
