@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from research import config as configs
-from research import record
+from research import record, settings
 from research.config import ConfigError, Problem, RunConfig
 from research.data import corpus
 from research.launch.environment import Joined, join, joined
@@ -35,8 +34,8 @@ def read_config(words: Sequence[str], where: Joined | None = None) -> RunConfig:
     world = where.place.world if where else None
     checks = CHECKS if where else (*CHECKS, devices_here)
     if path is not None and path.endswith(".json") and Path(path).exists():
-        return configs.from_mapping(_config_of_row(path), rest, checks, world)
-    return configs.load(path, rest, checks, world)
+        return settings.from_mapping(_config_of_row(path), rest, checks, world)
+    return settings.load(path, rest, checks, world)
 
 
 def _config_of_row(path: str) -> dict[str, Any]:
@@ -73,7 +72,7 @@ def main(usage: str | None, body: Callable[[Sequence[str], Joined | None], int],
     code_version()  # of what was imported; the checkout may move on
     words = sys.argv[1:]
     if "--help" in words or "-h" in words:
-        print((usage or "").strip(), "\n\n" + HELP + configs.help_text())
+        print((usage or "").strip(), "\n\n" + HELP + settings.help_text())
         return 0
     if needs and not words:
         print(f"which {needs}? --help says more", file=sys.stderr)

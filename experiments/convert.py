@@ -21,7 +21,7 @@ from rich.progress import track
 from torch import Tensor
 
 from experiments.command import main
-from research import config as configs
+from research import settings
 from research.build import DTYPES
 from research.config import ConfigError, Problem, RunConfig
 from research.launch.environment import Joined
@@ -40,7 +40,7 @@ class Stored:
 
     def __init__(self, place: str, words: Sequence[str]) -> None:
         self._stored = StoredWeights(place)
-        self.config = configs.from_mapping(self._stored.config, words)
+        self.config = settings.from_mapping(self._stored.config, words)
         self.model = self.config.model
         entries = self._stored.entries.items()
         self.meta: Mapping[str, Tensor] = {n: torch.empty(e.shape, dtype=e.dtype, device="meta") for n, e in entries}
@@ -55,15 +55,15 @@ def take_in(source: Path, target: Path, own: Mapping[str, str], words: Sequence[
     """A checkpoint of weights alone from a Hugging Face folder."""
     folder = HuggingFaceFolder(source, mtp="model.mtp_depth=0" not in words)
     context = {"sequence": folder.positions} if folder.positions else {}
-    config = configs.from_mapping({"model": dataclasses.asdict(folder.model), "data": context}, words)
+    config = settings.from_mapping({"model": dataclasses.asdict(folder.model), "data": context}, words)
     if canonical(config.model) != canonical(folder.model):
         rule = f"is another model than {source} holds"
         raise ConfigError([Problem(" ".join(words), None, rule, "model.mtp_depth=0, and keys of training")])
     dtype = _dtype(own)
     names = track(list(folder.meta), "import")
-    write_weights(target, ((n, folder.read(n).to(dtype)) for n in names), configs.to_mapping(config))
+    write_weights(target, ((n, folder.read(n).to(dtype)) for n in names), settings.to_mapping(config))
     print(f"{folder.family}, {_told(folder.meta)} -> {target}; to start from it:")
-    print(f"python -m experiments.run checkpoint.weights={target} {' '.join(configs.to_words(_model_of(config)))}")
+    print(f"python -m experiments.run checkpoint.weights={target} {' '.join(settings.to_words(_model_of(config)))}")
 
 
 def take_out(source: Path, target: Path, own: Mapping[str, str], words: Sequence[str]) -> None:

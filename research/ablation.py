@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from research import config as configs
+from research import settings
 from research.config import Check, ConfigError, Problem, RunConfig, Scalar
 from research.record import row_path, run_id
 
@@ -26,7 +26,7 @@ class Ablation:
 def read(path: str | Path) -> Ablation:
     """Raises ConfigError naming the file and every entry that is missing, unknown or of the wrong form."""
     path = Path(path)
-    tree, problems = configs.read_yaml(path)
+    tree, problems = settings.read_yaml(path)
     if problems:
         raise ConfigError(problems)
     problems += [Problem(f"{path}: {k}", None, "is not known here", ", ".join(KEYS)) for k in tree if k not in KEYS]
@@ -62,8 +62,8 @@ def runs(ablation: Ablation, words: Sequence[str] = (), checks: Sequence[Check] 
             theirs = [*changes, *words]
             wrong = [Problem(w, None, "is for the ablation to set") for w in theirs if w.partition("=")[0] in labels]
             try:
-                ours = [configs.word(key, value) for key, value in labels.items()]
-                found.append(configs.load(ablation.base, [*theirs, *ours], checks))
+                ours = [settings.word(key, value) for key, value in labels.items()]
+                found.append(settings.load(ablation.base, [*theirs, *ours], checks))
             except ConfigError as error:
                 wrong += error.problems
             problems += [Problem(f"arm {arm}: {p.key}", p.value, p.rule, p.legal) for p in wrong]

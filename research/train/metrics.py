@@ -13,7 +13,6 @@ from typing import NamedTuple, TypedDict, TypeVar
 import torch
 
 from research import comm
-from research.config import to_mapping
 from research.data.batches import HeldOut
 from research.data.tokens import Corpus
 from research.launch.process import Place, threads
@@ -22,6 +21,7 @@ from research.models.batch import Batch
 from research.models.decoder import active_parameters
 from research.models.flops import flops_per_token
 from research.record import Hardware, Row, run_id
+from research.settings import to_mapping
 from research.train.checkpoint.saving import Checkpoints
 from research.train.loop import Load, Step, Trainer
 from research.train.memory import peak_bytes

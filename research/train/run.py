@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 import torch
 
 from research import comm, record
-from research.config import ConfigError, Problem, RunConfig, flat, to_mapping
+from research.config import ConfigError, Problem, RunConfig
 from research.data.batches import GlobalBatches, HeldOut
 from research.data.packing import Packed, held_out
 from research.data.tokens import Corpus, open_tokens
@@ -13,6 +13,7 @@ from research.launch.process import Place
 from research.launch.watchdog import watched
 from research.mesh import Mesh
 from research.record import NOT_IDENTITY, Row
+from research.settings import flat, to_mapping
 from research.train.checkpoint.saving import Checkpoints
 from research.train.loop import Step, Trainer, train
 from research.train.metrics import Version, code_version, make_row

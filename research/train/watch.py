@@ -9,8 +9,9 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from research.config import RunConfig, flat, to_mapping
+from research.config import RunConfig
 from research.record import run_id
+from research.settings import flat, to_mapping
 from research.train.loop import Step
 from research.train.optim import learning_rate, max_violation
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from research import config as configs
+from research import settings
 from research.config import ConfigError, ModelConfig, Problem
 from research.weights.families import FAMILIES, IGNORED, LEGAL, REQUIRED, Family
 from research.weights.problems import WeightsError
@@ -57,7 +57,7 @@ def read_config(theirs: Mapping[str, Any], what: str = "config.json") -> tuple[s
     if problems:  # what follows from a missing key is no second problem
         values = {k: v for k, v in values.items() if v is not None and v is not REQUIRED}
     try:
-        model = configs.from_mapping({"model": values}).model
+        model = settings.from_mapping({"model": values}).model
     except ConfigError as error:
         known = {p.key for p in problems}
         problems += [p for p in error.problems if p.key not in known]

@@ -5,9 +5,9 @@ from functools import partial
 import pytest
 
 from experiments.command import CHECKS
-from research.config import load
 from research.launch.local import start
 from research.mesh import total_ranks
+from research.settings import load
 from research.train.run import run
 
 LIMIT_S = 60.0

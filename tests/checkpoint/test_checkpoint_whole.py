@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from experiments import run as run_command
-from research.config import ConfigError, replace, to_mapping
+from research.config import ConfigError, replace
 from research.launch.local import start
 from research.mesh import Mesh
+from research.settings import to_mapping
 from research.train.checkpoint.index import CheckpointError, newest, read_index
 from research.train.checkpoint.saving import Checkpoints
 from research.train.checkpoint.whole import StoredWeights, write_weights

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from experiments.command import CHECKS
-from research import config as configs
+from research import settings
 from research.config import ConfigError
 
 
@@ -20,7 +20,7 @@ def refused(tmp_path: Path) -> Callable[..., list[str]]:
             path = tmp_path / "some.yaml"
             path.write_bytes(text.encode() if isinstance(text, str) else text)
         with pytest.raises(ConfigError) as caught:
-            configs.load(path, words, CHECKS, world)
+            settings.load(path, words, CHECKS, world)
         found = [str(p) for p in caught.value.problems]
         count, _, told = str(caught.value).partition("\n")
         assert count.startswith(f"{len(found)} problem") and told == "\n".join(f"  - {line}" for line in found)

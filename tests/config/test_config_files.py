@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from experiments.command import CHECKS
-from research import config as configs
+from research import settings
 from research.config import ConfigError, DpConfig, RunConfig
 
 ROOT = Path(__file__).parents[2]
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 def told(path: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        configs.load(path)
+        settings.load(path)
     (problem,) = caught.value.problems
     return str(problem)
 
@@ -96,14 +96,14 @@ def test_an_unknown_section_is_unknown_when_empty(refused, text: str) -> None:
 )
 def test_an_empty_file_or_section_means_the_defaults(tmp_path: Path, text: str) -> None:
     (tmp_path / "some.yaml").write_text(text, encoding="utf-8")
-    assert configs.load(tmp_path / "some.yaml") == RunConfig(dp=DpConfig(degree=1))
+    assert settings.load(tmp_path / "some.yaml") == RunConfig(dp=DpConfig(degree=1))
 
 
 def test_interpolation_among_what_is_given(tmp_path: Path) -> None:
     (tmp_path / "some.yaml").write_text("model: {vocab: 512}\ndata: {tokenizer: bpe, bpe_vocab: '${model.vocab}'}")
-    config = configs.load(tmp_path / "some.yaml", ["record.arm=v${data.bpe_vocab}"])
+    config = settings.load(tmp_path / "some.yaml", ["record.arm=v${data.bpe_vocab}"])
     assert (config.data.bpe_vocab, config.record.arm) == (512, "v512")
-    assert configs.load(tmp_path / "some.yaml", ["model.vocab=600"]).data.bpe_vocab == 600
+    assert settings.load(tmp_path / "some.yaml", ["model.vocab=600"]).data.bpe_vocab == 600
 
 
 @pytest.mark.parametrize("value", ["${nope}", "${model.layers}", "${nope:1}", "${.nope}", "${train.steps}"])
@@ -119,4 +119,4 @@ def test_an_interpolation_to_the_wrong_type(refused) -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "experiments" / "configs").glob("*.yaml")), ids=lambda p: p.stem)
 def test_the_configs_of_the_project_load(path: Path) -> None:
-    assert configs.load(path, (), CHECKS).train.steps > 1
+    assert settings.load(path, (), CHECKS).train.steps > 1

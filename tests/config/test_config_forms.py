@@ -10,39 +10,40 @@ import pytest
 
 from experiments.command import CHECKS
 from research import config as configs
+from research import settings
 from research.config import ConfigError, RunConfig
 
 TINY = Path(__file__).parents[2] / "experiments" / "configs" / "tiny.yaml"
-KEYS = [f"{section}.{leaf}" for section, keys in configs.to_mapping(RunConfig()).items() for leaf in keys]
+KEYS = [f"{section}.{leaf}" for section, keys in settings.to_mapping(RunConfig()).items() for leaf in keys]
 SOME = ["train.lr=1e-4", "train.clip=3", "model.tied=true", "record.arm=a b", "dp.degree=3", "train.adam_eps=1e-15"]
 ODD_TEXTS = [
     *("", "1", "1e3", "true", "no", "null", "~", "a: b", "a #b", "a=b", "@x", "*a", "- a", "'", '"', "\\", "a\nb"),
     *("${x}", "\\${x}", "$", "???", " a ", "é", "\x7f", "\u2028", "😀", "12:30", "{a: 1}", "[", "%", "2001-01-01"),
 ]
 ODD = [*ODD_TEXTS, "1e-4", ".nan", "-.inf", "010", "0x1f", "1_0", "9" * 40, "-0", "{steps: 1}", "[1]", "${train}"]
-VALID = [line.split()[0] for line in configs.help_text().splitlines() if line[:2] == "  "]
+VALID = [line.split()[0] for line in settings.help_text().splitlines() if line[:2] == "  "]
 
 
 @pytest.mark.parametrize(
     "words", [[], SOME, ["train.lr=0.1234567890123456789", "train.clip=1e22", "model.dim=10000000"]]
 )
 def test_mapping_and_words_give_the_config_back(words: list[str]) -> None:
-    config = configs.load(TINY, words)
-    stored = json.loads(json.dumps(configs.to_mapping(config)))  # as a row holds it
-    assert configs.from_mapping(stored) == config
-    assert configs.load(None, configs.to_words(config)) == config
-    assert configs.from_mapping(stored, ["train.steps=7"]) == configs.replace(config, {"train.steps": 7})
+    config = settings.load(TINY, words)
+    stored = json.loads(json.dumps(settings.to_mapping(config)))  # as a row holds it
+    assert settings.from_mapping(stored) == config
+    assert settings.load(None, settings.to_words(config)) == config
+    assert settings.from_mapping(stored, ["train.steps=7"]) == configs.replace(config, {"train.steps": 7})
 
 
 def test_words_name_only_what_differs_from_the_defaults() -> None:
-    assert configs.to_words(RunConfig()) == []
-    assert configs.to_words(configs.load(None, ["train.lr=1e-4"])) == ["dp.degree=1", "train.lr=0.0001"]
+    assert settings.to_words(RunConfig()) == []
+    assert settings.to_words(settings.load(None, ["train.lr=1e-4"])) == ["dp.degree=1", "train.lr=0.0001"]
 
 
 def test_a_mapping_is_held_to_the_same_rules() -> None:
     tree = {"model": {"dmi": 3, "dim": 64.0, "tied": 1}, "train": {"lr": "1e-4", "steps": True}, "x": {}}
     with pytest.raises(ConfigError) as caught:
-        configs.from_mapping(tree)
+        settings.from_mapping(tree)
     assert [str(p).partition(";")[0] for p in caught.value.problems] == [
         "model.dmi=3 is not a key, did you mean model.dim?",
         "model.dim=64.0 is not an integer",
@@ -60,15 +61,15 @@ def texts() -> list[str]:
 
 
 def test_any_text_survives_as_a_word() -> None:
-    lost = [text for text in texts() if configs.load(None, [configs.word("record.arm", text)]).record.arm != text]
+    lost = [text for text in texts() if settings.load(None, [settings.word("record.arm", text)]).record.arm != text]
     assert lost == []
 
 
 def test_every_key_stands_in_the_help_with_default_meaning_and_legal_values() -> None:
-    lines = {line.split()[0].partition("=")[0]: line for line in configs.help_text().splitlines() if line[:2] == "  "}
+    lines = {line.split()[0].partition("=")[0]: line for line in settings.help_text().splitlines() if line[:2] == "  "}
     assert list(lines) == KEYS
     for section in dataclasses.fields(RunConfig):
-        assert f"\n{section.name}: " in "\n" + configs.help_text()
+        assert f"\n{section.name}: " in "\n" + settings.help_text()
         kind = type(getattr(RunConfig(), section.name))
         for field in dataclasses.fields(kind):
             line = lines[f"{section.name}.{field.name}"]
@@ -80,8 +81,8 @@ def test_every_key_stands_in_the_help_with_default_meaning_and_legal_values() ->
 
 
 def test_the_defaults_in_the_help_are_words_that_can_be_given() -> None:
-    lines = [line.split()[0] for line in configs.help_text().splitlines() if line[:2] == "  "]
-    assert configs.load(None, lines) == configs.load(None)
+    lines = [line.split()[0] for line in settings.help_text().splitlines() if line[:2] == "  "]
+    assert settings.load(None, lines) == settings.load(None)
 
 
 def test_a_config_cannot_change() -> None:
@@ -116,14 +117,14 @@ def test_random_words_are_a_config_or_are_told() -> None:
     for _ in range(400):
         words, world = random_words(rng), rng.choice([None, 1, 2, 6])
         try:
-            config = configs.load(TINY if rng.random() < 0.5 else None, words, CHECKS[::2], world)
+            config = settings.load(TINY if rng.random() < 0.5 else None, words, CHECKS[::2], world)
         except ConfigError as error:
             assert error.problems and str(error)
         except Exception as error:
             raise AssertionError(words) from error
         else:
             loaded += 1
-            assert configs.load(None, configs.to_words(config)) == config
+            assert settings.load(None, settings.to_words(config)) == config
     assert 50 < loaded < 350
 
 
@@ -137,7 +138,7 @@ def test_random_files_are_a_config_or_are_told(tmp_path: Path) -> None:
             text[rng.randrange(len(text))] = rng.choice([*string.printable, "", "${", "- ", "null"])
         (tmp_path / "some.yaml").write_text("".join(text), encoding="utf-8")
         try:
-            configs.load(tmp_path / "some.yaml", (), CHECKS)
+            settings.load(tmp_path / "some.yaml", (), CHECKS)
         except ConfigError:
             pass
         except Exception as error:

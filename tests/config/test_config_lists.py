@@ -5,7 +5,8 @@ import json
 import pytest
 
 from research import record
-from research.config import ConfigError, RunConfig, from_mapping, help_text, load, replace, to_mapping, to_words, word
+from research.config import ConfigError, RunConfig, replace
+from research.settings import from_mapping, help_text, load, to_mapping, to_words, word
 
 
 def made(*words: str) -> RunConfig:

@@ -4,6 +4,7 @@ import pytest
 
 from experiments.command import CHECKS
 from research import config as configs
+from research import settings
 
 TINY = "experiments/configs/tiny.yaml"
 
@@ -28,7 +29,7 @@ TINY = "experiments/configs/tiny.yaml"
 )
 def test_refused(words, told):
     with pytest.raises(configs.ConfigError, match=told):
-        configs.load(TINY, words.split(), CHECKS)
+        settings.load(TINY, words.split(), CHECKS)
 
 
 @pytest.mark.parametrize(
@@ -36,4 +37,4 @@ def test_refused(words, told):
     ["tp.degree=8", "tp.degree=2 data.sequence=63 tp.sequence=false model.experts=0", "tp.degree=4 model.vocab=257"],
 )
 def test_accepted(words):
-    configs.load(TINY, words.split(), CHECKS)
+    settings.load(TINY, words.split(), CHECKS)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from research import config as configs
+from research import settings
 from research.data import corpus
 
 INTEGER = "is not an integer; legal: an integer, at least 1"
@@ -88,8 +88,8 @@ def test_text_that_yaml_would_change_is_refused(refused, text: str) -> None:
 @pytest.mark.parametrize("key", ["train.lr", "train.clip", "model.balance", "model.norm_eps", "train.adam_eps"])
 def test_small_numbers_are_numbers_everywhere(tmp_path, key: str, written: str) -> None:
     (tmp_path / "some.yaml").write_text(f"{key.replace('.', ': {')}: {written}}}")
-    from_file = configs.to_mapping(configs.load(tmp_path / "some.yaml"))
-    from_word = configs.to_mapping(configs.load(None, [f"{key}={written}"]))
+    from_file = settings.to_mapping(settings.load(tmp_path / "some.yaml"))
+    from_word = settings.to_mapping(settings.load(None, [f"{key}={written}"]))
     section, leaf = key.split(".")
     assert from_file == from_word
     assert from_word[section][leaf] == 1e-4 and type(from_word[section][leaf]) is float
@@ -97,7 +97,7 @@ def test_small_numbers_are_numbers_everywhere(tmp_path, key: str, written: str) 
 
 @pytest.mark.parametrize(("written", "value"), [("3e5", 3e5), ("3", 3.0), ("1_000.5", 1000.5), ("5.", 5.0)])
 def test_large_and_whole_numbers_are_floats_where_floats_belong(written: str, value: float) -> None:
-    lr = configs.load(None, [f"train.lr={written}"]).train.lr
+    lr = settings.load(None, [f"train.lr={written}"]).train.lr
     assert lr == value and type(lr) is float
 
 
@@ -174,11 +174,11 @@ def test_an_impossible_combination_names_both_keys(refused, words: list[str], to
 
 def test_latent_attention_has_no_kv_heads() -> None:
     words = ["model.attention=mla", "model.rotary_dim=4", "model.heads=5"]
-    assert configs.load(None, words).model.kv_heads == 2
+    assert settings.load(None, words).model.kv_heads == 2
 
 
 def test_no_experts_need_no_top_k() -> None:
-    assert configs.load(None, ["model.experts=0", "model.top_k=9"]).model.experts == 0
+    assert settings.load(None, ["model.experts=0", "model.top_k=9"]).model.experts == 0
 
 
 @pytest.mark.timeout(5)

@@ -6,8 +6,9 @@ import pytest
 
 from experiments import command, run
 from research import config as configs
+from research import settings
 
-KEYS = [f"{section}.{leaf}" for section, keys in configs.to_mapping(configs.RunConfig()).items() for leaf in keys]
+KEYS = [f"{section}.{leaf}" for section, keys in settings.to_mapping(configs.RunConfig()).items() for leaf in keys]
 SETTING = "is not a setting; legal: section.key=value, without + or ~"
 
 
@@ -90,7 +91,7 @@ def test_a_bad_degree_hides_nothing_else(refused) -> None:
 
 def test_words_win_over_the_file_and_later_words_over_earlier_ones(tmp_path) -> None:
     (tmp_path / "some.yaml").write_text("model: {dim: 010, ffn: 10}")
-    model = configs.load(tmp_path / "some.yaml", ["model.dim=0x50", "model.dim=96"]).model
+    model = settings.load(tmp_path / "some.yaml", ["model.dim=0x50", "model.dim=96"]).model
     assert (model.dim, model.ffn, model.layers) == (96, 10, 4)  # what is overruled need not be right
 
 
@@ -154,4 +155,4 @@ def test_an_incomplete_launcher_ends_the_command(monkeypatch, capsys) -> None:
 
 def test_help_is_no_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_status(monkeypatch, "experiments/configs/tiny.yaml", "--help") == 0
-    assert configs.help_text() in capsys.readouterr().out
+    assert settings.help_text() in capsys.readouterr().out

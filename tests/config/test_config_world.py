@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from research import config as configs
+from research import settings
 from research.config import DpConfig, RunConfig, degrees, with_world
 
 
@@ -55,6 +55,6 @@ def test_the_world_is_told_with_everything_else(refused) -> None:
 
 
 def test_axes_look_at_the_degree_that_the_world_leaves(refused) -> None:
-    assert configs.load(None, ["train.global_batch=4"], world=4).dp.degree == 4
+    assert settings.load(None, ["train.global_batch=4"], world=4).dp.degree == 4
     (line,) = refused("train.global_batch=2", world=4)
     assert line.startswith("dp.degree=4 leaves ranks without a sample")

@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from research.config import DataConfig, RunConfig, from_mapping, replace
+from research.config import DataConfig, RunConfig, replace
 from research.data import token_files
 from research.data.corpus import problems
 from research.data.tokenizers import Bytes
 from research.data.tokens import open_tokens
+from research.settings import from_mapping
 from research.train.run import global_batches
 from tests.data.forms import DOCUMENTS, ids_of, megatron, sidecar
 

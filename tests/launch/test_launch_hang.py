@@ -5,8 +5,9 @@ import time
 
 import pytest
 
-from research.config import load, replace
+from research.config import replace
 from research.launch.local import RankError, start
+from research.settings import load
 from research.train import loop, metrics
 from research.train import run as run_module
 from research.train.run import run

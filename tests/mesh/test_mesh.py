@@ -7,9 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from research.config import ConfigError, RunConfig, load, replace
+from research.config import ConfigError, RunConfig, replace
 from research.launch.process import fake_process_group
 from research.mesh import DENSE, EXPERT, Layout, Mesh, total_ranks
+from research.settings import load
 
 SIZES = [
     {"pp": 2, "dp": 2, "cp": 2, "tp": 2, "ep": 4},

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from research.config import ConfigError, from_mapping, replace, to_mapping
+from research.config import ConfigError, replace
 from research.data import batches as data
 from research.data.packing import Packed
 from research.data.tokens import Tokens
 from research.models.decoder import Decoder
 from research.models.mtp import Prediction
+from research.settings import from_mapping, to_mapping
 from research.train import loop
 from research.train.executor import Denominators
 from tests.models.test_oracle import SMALL, biased, cross_entropy_by_hand, layers_by_hand, rms

@@ -8,6 +8,7 @@ import torch
 import yaml
 
 from research import config as configs
+from research import settings
 from research.config import ModelConfig, RunConfig
 from research.models.cache import cache_bytes, cache_elements
 from research.models.decoder import Decoder, active_parameters, specs
@@ -20,7 +21,7 @@ COUNTS, OPERATIONS, AHEAD, CACHES, NOT_REPRODUCED, LOOKED_UP = (
 
 
 def declared(preset, *words):
-    model = configs.load(None, [f"model.preset={preset}", *words]).model
+    model = settings.load(None, [f"model.preset={preset}", *words]).model
     with torch.device("meta"):
         return model, specs(Decoder(model))
 
@@ -71,7 +72,7 @@ def test_active_parameters_without_the_input_embedding(preset, active, told):
 
 @pytest.mark.parametrize("preset, changes, elements, told, unit", CACHES)
 def test_cache(preset, changes, elements, told, unit):
-    model = configs.load(None, [f"model.preset={preset}", *changes]).model
+    model = settings.load(None, [f"model.preset={preset}", *changes]).model
     assert cache_elements(model) == elements
     computed = cache_bytes(model) if unit == "KB" else cache_elements(model)
     assert round(computed / 1000, 3 if unit == "KB" else 1) == told
@@ -81,17 +82,17 @@ def test_cache_of_each_kind_of_attention():
     """Table 1 of DeepSeek-V2: 2 n_h d_h l, 2 n_g d_h l, 2 d_h l, and about 4.5 d_h l for latents of its widths."""
     words = ["model.layers=3", "model.heads=16", "model.head_dim=128"]
     for kv_heads in (16, 4, 1):
-        model = configs.load(None, [*words, f"model.kv_heads={kv_heads}"]).model
+        model = settings.load(None, [*words, f"model.kv_heads={kv_heads}"]).model
         assert cache_elements(model) == 2 * kv_heads * 128 * 3
-    latent = configs.load(None, ["model.preset=deepseek_v2"]).model
+    latent = settings.load(None, ["model.preset=deepseek_v2"]).model
     assert cache_elements(latent) == 4.5 * 128 * latent.layers
 
 
 def test_cache_is_smaller_than_that_of_deepseek_67b():
     """DeepSeek-V2's abstract tells 93.3 % less than its dense predecessor (95 layers, 8 kv heads of 128): elements are
     82.2 % fewer, and the rest is that it serves with 6 bits for each (section 3.2.3) where 67B has bfloat16."""
-    dense = configs.load(None, ["model.heads=64", "model.layers=95", "model.kv_heads=8", "model.head_dim=128"]).model
-    latent = configs.load(None, ["model.preset=deepseek_v2"]).model
+    dense = settings.load(None, ["model.heads=64", "model.layers=95", "model.kv_heads=8", "model.head_dim=128"]).model
+    latent = settings.load(None, ["model.preset=deepseek_v2"]).model
     assert 1 - cache_elements(latent) / cache_elements(dense) == pytest.approx(0.822, abs=5e-4)
     assert 1 - cache_bytes(latent, 6 / 8) / cache_bytes(dense) == pytest.approx(0.933, abs=5e-4)
 
@@ -105,17 +106,17 @@ def test_every_preset_is_a_legal_value_and_has_counts():
 def test_a_preset_is_other_defaults(tmp_path):
     base = tmp_path / "base.yaml"
     base.write_text("model: {preset: llama3_8b, layers: 7}")
-    model = configs.load(base, ["model.heads=16"]).model
+    model = settings.load(base, ["model.heads=16"]).model
     assert (model.layers, model.heads, model.dim, model.rope_scaling) == (7, 16, 4096, "llama3")
-    assert configs.load(base, ["model.preset=deepseek_v3"]).model.layers == 7  # what is given counts, wherever
+    assert settings.load(base, ["model.preset=deepseek_v3"]).model.layers == 7  # what is given counts, wherever
 
 
 @pytest.mark.parametrize("changed", [[], ["model.layers=4", "model.dense_layers=1"]])  # defaults without it
 def test_words_and_mapping_give_it_back(changed):
-    config = configs.load(None, ["model.preset=deepseek_v3", *changed])
-    assert configs.load(None, configs.to_words(config)) == config
-    assert configs.from_mapping(configs.to_mapping(config)) == config
-    assert configs.to_words(config) == [*changed, "model.preset=deepseek_v3", "dp.degree=1"]
+    config = settings.load(None, ["model.preset=deepseek_v3", *changed])
+    assert settings.load(None, settings.to_words(config)) == config
+    assert settings.from_mapping(settings.to_mapping(config)) == config
+    assert settings.to_words(config) == [*changed, "model.preset=deepseek_v3", "dp.degree=1"]
 
 
 def test_planted_miscount(monkeypatch):
@@ -129,8 +130,8 @@ def test_unknown_preset():
     with pytest.raises(
         configs.ConfigError, match=r"model\.preset=llama9 is not one of its choices; legal: none, llama2"
     ):
-        configs.load(None, ["model.preset=llama9"])
+        settings.load(None, ["model.preset=llama9"])
 
 
 def test_defaults_stay():
-    assert RunConfig().model == ModelConfig() and configs.to_words(RunConfig()) == []
+    assert RunConfig().model == ModelConfig() and settings.to_words(RunConfig()) == []

@@ -3,7 +3,7 @@
 import pytest
 
 from experiments.command import CHECKS
-from research import config as configs
+from research import settings
 from research.record import config_hash
 from research.train.proof import compare, reference_of, snapshots
 
@@ -17,9 +17,9 @@ def prove(tmp_path_factory):
     references = {}
 
     def run(*words: str):
-        config = configs.load(TINY, words, CHECKS)
+        config = settings.load(TINY, words, CHECKS)
         one = reference_of(config)
-        key = config_hash(configs.to_mapping(one))
+        key = config_hash(settings.to_mapping(one))
         if key not in references:
             references[key] = next(snapshots(one, tmp_path_factory.mktemp("one") / "ranks", LIMIT_S))
         return compare(references[key], snapshots(config, tmp_path_factory.mktemp("layout") / "ranks", LIMIT_S))

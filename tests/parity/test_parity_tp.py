@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from research import comm
-from research.config import load
 from research.data.tokens import open_tokens
 from research.launch.local import start
 from research.mesh import Mesh, total_ranks
 from research.models import kernels
 from research.parallel import tp
+from research.settings import load
 from research.train.loop import Trainer
 from research.train.run import global_batches
 from tests.parity.findings import assert_equal, fails

@@ -5,10 +5,10 @@ from fractions import Fraction
 
 import pytest
 
-from research.config import load
 from research.data.tokens import open_tokens
 from research.launch.local import start
 from research.mesh import Mesh, total_ranks
+from research.settings import load
 from research.train.loop import Trainer
 from research.train.run import global_batches
 

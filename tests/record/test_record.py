@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from research import config as configs
-from research import record
-from research.config import RunConfig, Scalar, to_mapping
+from research import record, settings
+from research.config import RunConfig, Scalar
 from research.record import Row, config_hash, load, read, row_path, run_id, select, write
+from research.settings import to_mapping
 
 TEMPLATE = read(Path(__file__).parents[1] / "report" / "row.json")
-DEFAULTS = {f"{s}.{k}": v for s, keys in configs.to_mapping(RunConfig()).items() for k, v in keys.items()}
+DEFAULTS = {f"{s}.{k}": v for s, keys in settings.to_mapping(RunConfig()).items() for k, v in keys.items()}
 
 
 def row(identity: str, **fields: object) -> Row:
@@ -161,7 +162,7 @@ def test_a_run_that_goes_on_is_the_same_run() -> None:
 
 
 def test_an_id_says_ablation_arm_and_seed() -> None:
-    config = configs.load(None, ["record.ablation=axes", "record.arm=dp2", "train.seed=3"])
+    config = settings.load(None, ["record.ablation=axes", "record.arm=dp2", "train.seed=3"])
     parts = run_id(config).split("-")
     assert parts[:3] == ["axes", "dp2", "s3"] and len(parts[3]) == 8
     assert run_id(RunConfig()).startswith("run-s0-")
@@ -169,10 +170,10 @@ def test_an_id_says_ablation_arm_and_seed() -> None:
 
 def test_an_id_is_the_same_for_the_config_that_a_row_stores() -> None:
     for words in ([], ["train.lr=1"], ["train.lr=1.0e-4", "dp.degree=2"], ["train.clip=3"]):
-        config = configs.load(None, words)
-        stored = json.loads(json.dumps(configs.to_mapping(config)))
-        assert run_id(configs.from_mapping(stored)) == run_id(config)
-    assert run_id(configs.load(None, ["train.lr=1"])) == run_id(configs.load(None, ["train.lr=1.0"]))
+        config = settings.load(None, words)
+        stored = json.loads(json.dumps(settings.to_mapping(config)))
+        assert run_id(settings.from_mapping(stored)) == run_id(config)
+    assert run_id(settings.load(None, ["train.lr=1"])) == run_id(settings.load(None, ["train.lr=1.0"]))
 
 
 def test_select_by_plain_attributes() -> None:

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from research import config as configs
-from research import record
+from research import record, settings
 from research.launch.local import start
 from research.record import Row, load
 from research.train.run import run
@@ -26,7 +25,7 @@ def test_only_one_rank_writes(tmp_path: Path, text: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(record, "write", counted)
     words = [f"record.folder={tmp_path}", f"data.path={text}", f"data.cache={tmp_path / 'cache'}", "launch.threads=1"]
-    config = configs.load(TINY, ["dp.degree=2", "train.steps=2", "train.warmup_steps=1", *words])
+    config = settings.load(TINY, ["dp.degree=2", "train.steps=2", "train.warmup_steps=1", *words])
     rows = start(partial(run, config), 2, config.launch, limit_s=50)
     assert (tmp_path / "writes").read_text() == "x"
     assert repr(load(tmp_path)) == repr([rows[0]]) and rows[0].losses == rows[1].losses

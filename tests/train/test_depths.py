@@ -3,11 +3,11 @@
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from research.config import load
 from research.launch.local import start
 from research.mesh import total_ranks
 from research.models.mtp import Prediction
 from research.record import read, row_path
+from research.settings import load
 from research.train.run import run
 
 LIMIT_S = 60.0

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from experiments.command import CHECKS
 from research import comm, record
-from research.config import RunConfig, load, replace
+from research.config import RunConfig, replace
 from research.data.batches import HeldOut
 from research.data.packing import Packed, held_out
 from research.data.tokens import open_tokens
@@ -23,6 +23,7 @@ from research.launch.process import Place
 from research.ledger import EVAL
 from research.mesh import Mesh, total_ranks
 from research.models.batch import NOT_COUNTED, Batch
+from research.settings import load
 from research.train.executor import Denominators, execute, forward_only
 from research.train.loop import Trainer, train
 from research.train.run import global_batches, run, validation_batches

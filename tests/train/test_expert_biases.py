@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from research.config import load, replace
+from research.config import replace
 from research.data.tokens import open_tokens
 from research.mesh import Mesh
 from research.models import moe
 from research.models.moe import MoE
+from research.settings import load
 from research.train import optim
 from research.train.loop import Trainer
 from research.train.run import global_batches, validation_batches

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from experiments import gpu
-from research.config import ConfigError, load
+from research.config import ConfigError
 from research.models.kernels import causal_attention, flash_attention
+from research.settings import load
 
 
 def test_without_a_gpu_it_says_so(monkeypatch, capsys):

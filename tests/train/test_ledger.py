@@ -4,12 +4,12 @@ from fractions import Fraction
 
 import pytest
 
-from research.config import load
 from research.data.tokens import open_tokens
 from research.launch.local import start
 from research.ledger import Label
 from research.mesh import Mesh, total_ranks
 from research.parallel.dp import gradient_bytes
+from research.settings import load
 from research.train.loop import Trainer, train
 from research.train.run import global_batches
 

@@ -7,13 +7,14 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from research.config import load, replace
+from research.config import replace
 from research.data.tokens import open_tokens
 from research.launch.local import start
 from research.launch.process import Place
 from research.mesh import Mesh, total_ranks
 from research.models.flops import counter, flops_per_token
 from research.models.moe import MoE
+from research.settings import load
 from research.train import loop
 from research.train.memory import MemoryMeter, peak_bytes
 from research.train.run import global_batches, run

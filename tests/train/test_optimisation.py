@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from research import comm
-from research.config import RunConfig, TrainConfig, load, replace
+from research.config import RunConfig, TrainConfig, replace
 from research.data.tokens import open_tokens
 from research.launch.local import start
 from research.mesh import Mesh, total_ranks
+from research.settings import load
 from research.train import loop
 from research.train.loop import Trainer, train
 from research.train.optim import learning_rate

@@ -6,11 +6,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from research import build
 from research import config as configs
-from research.config import load
 from research.data.tokens import open_tokens
 from research.launch.local import start
 from research.mesh import Mesh, total_ranks
 from research.models import moe
+from research.settings import load
 from research.train.loop import Trainer
 from research.train.optim import max_violation
 from research.train.run import global_batches, run

@@ -8,7 +8,7 @@ import torch
 
 from experiments.command import CHECKS
 from experiments.verify import verify
-from research import config as configs
+from research import settings
 from research.launch.local import start
 from research.mesh import total_ranks
 from research.models.decoder import Decoder, active_parameters, specs
@@ -47,7 +47,7 @@ def test_every_config_has_counts():
 @pytest.mark.parametrize("name", COUNTS)
 def test_parameters(name):
     path = CONFIGS / f"{name}.yaml"
-    model = configs.load(path, (), CHECKS).model
+    model = settings.load(path, (), CHECKS).model
     with torch.device("meta"):
         of = specs(Decoder(model))
     counts = sum(s.numel for s in of.values()), active_parameters(model, of)
@@ -63,7 +63,7 @@ def test_parameters(name):
 @pytest.mark.parametrize("name", SMALL)
 def test_a_small_one_trains(name, text, tmp_path):
     faster = ["train.steps=8", "train.warmup_steps=2", "train.lr=0.003"]
-    config = configs.load(CONFIGS / f"{name}.yaml", [*words(text, tmp_path), *faster], CHECKS)
+    config = settings.load(CONFIGS / f"{name}.yaml", [*words(text, tmp_path), *faster], CHECKS)
     row = start(lambda place, device: run(config, place, device), total_ranks(config), config.launch, 60.0)[0]
     assert row.losses[-1] < row.losses[0] - 1.0 and row.skipped_steps == 0
 

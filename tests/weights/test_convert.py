@@ -8,7 +8,8 @@ import torch
 
 from experiments import convert
 from experiments.command import main
-from research.config import RunConfig, to_mapping
+from research.config import RunConfig
+from research.settings import to_mapping
 from research.train.checkpoint.index import Entry, Index, stored_name, write_index
 from research.train.checkpoint.storage import WEIGHT
 from research.train.checkpoint.tensor_file import Pace, write_file

@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from research.config import ConfigError, Problem, RunConfig, flat, to_mapping
+from research.config import ConfigError, Problem, RunConfig
 from research.files import writable
 from research.record import run_id
+from research.settings import flat, to_mapping
 from research.train.checkpoint.index import CheckpointError, complete, newest, offer, read_index
 
 OWN = ("latest", "auto")  # of this run's own folder

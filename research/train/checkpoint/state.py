@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from research.config import RunConfig, flat, to_mapping
+from research.config import RunConfig
 from research.mesh import Group
+from research.settings import flat, to_mapping
 from research.train.checkpoint.index import CheckpointError, read_index
 from research.train.checkpoint.pieces import Piece, told
 from research.train.checkpoint.storage import WEIGHT
