@@ -190,6 +190,10 @@ class ModelConfig:
             rule = "changes nothing where RoPE turns a single pair"
             yield Problem("model.rope_scaling", "ntk", rule, "another scaling")
 
+    def is_moe(self, layer: int) -> bool:
+        """Whether a layer's feed-forward is experts. Depths of multi-token prediction have layers like the last one."""
+        return self.experts > 0 and layer >= self.dense_layers and (layer + 1) % self.moe_every == 0
+
     @property
     def rotary_width(self) -> int:
         """Elements of a head that RoPE turns."""
@@ -363,6 +367,14 @@ def degrees(config: RunConfig) -> dict[str, int]:
     """Degree of every axis; an axis without a section counts 1, `ep.tensor` stands under `etp`."""
     sections = {axis: getattr(config, axis, None) for axis in AXIS_SECTIONS}
     return {a: getattr(s, "degree", 1) for a, s in sections.items()} | {"etp": getattr(sections["ep"], "tensor", 1)}
+
+
+def step_tokens(config: RunConfig) -> int:
+    """Tokens of a step on the first rank, of which no other has more: dp cuts each microbatch by rows, the first ranks
+    taking one more where they do not divide, and cp cuts each sample."""
+    train, sizes = config.train, degrees(config)
+    rows = [(train.global_batch + m) // train.microbatches for m in range(train.microbatches)]
+    return sum(-(-n // max(sizes["dp"], 1)) for n in rows) * config.data.sequence // sizes["cp"]
 
 
 def with_world(config: RunConfig, world: int | None) -> tuple[RunConfig, list[Problem]]:

@@ -51,7 +51,7 @@ class Layer(nn.Module):
         self.attention = attention_of(c, index)
         self.attention_out_norm = RMSNorm(c.norm_eps, dim=c.dim) if last else nn.Identity()
         self.ffn_norm = RMSNorm(c.norm_eps, dim=c.dim) if first else nn.Identity()
-        self.ffn = MoE(c) if is_moe(c, index) else FeedForward(c, c.ffn, c.mlp_bias)
+        self.ffn = MoE(c) if c.is_moe(index) else FeedForward(c, c.ffn, c.mlp_bias)
         self.ffn_out_norm = RMSNorm(c.norm_eps, dim=c.dim) if last else nn.Identity()
 
     def forward(self, x: Tensor, at: Places, keep: Keep) -> tuple[Tensor, Tensor]:
@@ -131,10 +131,6 @@ class Decoder(nn.Module):
             out: tuple[Tensor, Tensor] = layer(*inputs, at, decide)
             return out
         return recomputed(lambda keep, *inputs: layer(*inputs, at, keep), *inputs)
-
-
-def is_moe(c: ModelConfig, layer: int) -> bool:
-    return c.experts > 0 and layer >= c.dense_layers and (layer + 1) % c.moe_every == 0
 
 
 def attention_of(c: ModelConfig, layer: int) -> Attention | LatentAttention:

@@ -1,0 +1,61 @@
+"""What tensor parallelism receives, in closed form; README.md states the same.
+
+T tokens of a step on this rank, D model, n tp ranks
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from fractions import Fraction
+
+from research.config import RunConfig, step_tokens
+
+Bytes = dict[str, Fraction]  # by "purpose/op/phase" of the ledger
+
+
+def traffic(config: RunConfig) -> Bytes:
+    """Bytes that one rank receives along tp in one training step, without the sums of gradients: those belong to the
+    storage of parameters, along whichever axes copies lie."""
+    received: defaultdict[str, Fraction] = defaultdict(Fraction)
+    if config.tp.degree > 1:
+        for label, n in _collectives(config):
+            received[label] += n
+    return dict(received)
+
+
+def _collectives(config: RunConfig) -> Iterator[tuple[str, Fraction]]:
+    """Of `stream` bytes, (n-1)/n of the residual stream of all tokens, an all-gather and a reduce-scatter each receive
+    as many, an all-reduce twice as many. With full recompute a layer's forward is repeated in backward."""
+    c, tp, tokens = config.model, config.tp, step_tokens(config)
+    element, wide = {"bfloat16": (2, 4), "float32": (4, 4), "float64": (8, 8)}[config.train.dtype]
+    part = Fraction(tp.degree - 1, tp.degree)
+    stream = part * tokens * c.dim * element
+    moe = [c.is_moe(layer) for layer in [*range(c.layers), *[c.layers - 1] * c.mtp_depth]]
+    products = len(moe) + sum(not m or c.shared_experts > 0 for m in moe)  # pairs of column and row
+    forward = ["F", "BW"] if config.train.recompute == "full" else ["F"]
+    heads = 1 + c.mtp_depth
+    if tp.sequence:
+        gathers = forward if tp.keep_gathered else [*forward, "BW"]
+        yield from ((f"column/all_gather/{phase}", products * stream) for phase in gathers)
+        yield "column/reduce_scatter/BW", products * stream
+        yield from ((f"row/reduce_scatter/{phase}", products * stream) for phase in forward)
+        yield "row/all_gather/BW", products * stream
+        yield from _both("lookup", "reduce_scatter", "all_gather", heads * stream)
+        yield from _both("cross entropy", "all_gather", "reduce_scatter", heads * stream)
+    else:
+        yield from ((f"row/all_reduce/{phase}", products * 2 * stream) for phase in [*forward, "BW"])
+        yield from _both("lookup", "all_reduce", "all_reduce", heads * 2 * stream)
+        if any(moe):
+            yield from _both("experts", "all_gather", "reduce_scatter", sum(moe) * stream)
+            # Recompute ends with the last tensor that is kept: before this gather, unless a norm follows.
+            again = sum(moe if c.norm != "pre" else moe[c.layers :])
+            yield from ((f"experts/all_gather/{phase}", again * stream) for phase in forward[1:] if again)
+    # Of each token the largest logit, the sum of exponentials and the target's logit.
+    yield "cross entropy/all_reduce/F", heads * 3 * 2 * part * tokens * wide
+    if c.qk_norm == "all":  # a mean square each for queries and keys
+        squares = len(moe) * 2 * 2 * part * tokens * wide
+        yield from ((f"normalize/all_reduce/{phase}", squares) for phase in [*forward, "BW"])
+
+
+def _both(purpose: str, forward: str, backward: str, n: Fraction) -> Iterator[tuple[str, Fraction]]:
+    yield f"{purpose}/{forward}/F", n
+    yield f"{purpose}/{backward}/BW", n
