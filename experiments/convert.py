@@ -22,7 +22,7 @@ from torch import Tensor
 
 from experiments.command import main
 from research import settings
-from research.build import DTYPES
+from research.built import DTYPES
 from research.config import ConfigError, Problem, RunConfig
 from research.launch.environment import Joined
 from research.train.checkpoint.index import CheckpointError

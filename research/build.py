@@ -3,12 +3,12 @@
 import hashlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from research import comm
+from research.built import Built
 from research.config import RunConfig
 from research.mesh import Box, Group, Layout, Mesh
 from research.models import seams
@@ -16,19 +16,6 @@ from research.models.decoder import Decoder, specs
 from research.models.kernels import Products
 from research.models.params import Block, Spec
 from research.parallel.axis import AXES
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-
-
-@dataclass(frozen=True)
-class Built:
-    """The model of this rank and what is known of each parameter, by full name."""
-
-    model: Decoder
-    mesh: Mesh
-    specs: dict[str, Spec]
-    layouts: dict[str, Layout]
-    replicas: dict[str, Group]
 
 
 def build(config: RunConfig, mesh: Mesh, device: torch.device) -> Built:

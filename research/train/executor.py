@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from research.build import Built
+from research.built import Built
 from research.ledger import EVAL
 from research.models.batch import Batch
 from research.models.decoder import Output
@@ -68,12 +68,13 @@ def execute(
     """
     outputs: dict[int, Output] = {}
     backward = [i for i, action in enumerate(actions) if action.kind == "BW"]
-    dtype = storage.grad_dtype if backward else torch.float64
+    dtype = storage.dtype if backward else torch.float64
     totals = torch.zeros(2 + len(weigh.ahead), dtype=dtype, device=storage.device)
-    for i, (kind, _, m) in enumerate(actions):
+    for i, (kind, stage, m) in enumerate(actions):
         built.mesh.ledger.phase = kind if backward else EVAL
         with record_function(f"{NAMES[kind] if backward else EVAL} {m}"):
             if kind == "F":
+                storage.begin_forward(stage)
                 with torch.set_grad_enabled(bool(backward)):
                     output = built.model(batch(m))
                 for total, o, s in zip(totals, output.terms, weigh.shares(m), strict=True):
@@ -81,10 +82,11 @@ def execute(
                 if backward:
                     outputs[m] = output
             else:
-                storage.begin_backward(last=i == backward[-1])
+                storage.begin_backward(stage, last=i == backward[-1])
                 terms = outputs.pop(m).terms
                 seeds = [torch.full_like(o, s) for o, s in zip(terms, weigh.seeds(m), strict=True)]
                 torch.autograd.backward(terms, seeds)
+                storage.end_backward(stage, last=i == backward[-1])
     if backward:
         storage.finish_backward()
     return totals

@@ -1,31 +1,21 @@
 """Unsharded storage: every rank keeps its whole box of each parameter, its gradient and its optimizer state.
 
-Gradients of all microbatches add up in flat buckets of float32 (float64 in a float64 run). In the last backward a
-bucket is summed over its replicas as soon as it is complete, beside the rest of the backward.
+Gradients of all microbatches add up in flat buckets. In the last backward of a stage a bucket is summed over its
+replicas as soon as it is complete, beside the rest of the backward.
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from research import comm
-from research.build import DTYPES, Built
+from research.built import DTYPES, Built
 from research.config import TrainConfig
 from research.mesh import Box, Group
 from research.train.optim import adamw, make_moments
-
-
-@dataclass
-class Bucket:
-    """Parameters whose gradients travel together: one flat buffer, one group."""
-
-    group: Group
-    names: list[str]
-    flat: Tensor
-    missing: int = 0  # parameters whose gradient the last backward has not reached yet
-    pending: comm.Pending | None = None
 
 
 @dataclass
@@ -36,85 +26,149 @@ class Held:
     used: nn.Parameter
     master: Tensor
     grad: Tensor  # a view of its bucket
-    bucket: Bucket = field(repr=False)
+
+
+@dataclass
+class Bucket:
+    """Parameters of one stage whose gradients travel together: one flat buffer, one group."""
+
+    group: Group
+    stage: int
+    held: list[Held]
+    flat: Tensor
+    missing: int = 0  # parameters whose gradient a backward has not reached yet
+    reduced: int = 0  # reductions of this step that have been started
+    pending: comm.Pending | None = field(default=None, repr=False)
+
+    @property
+    def names(self) -> list[str]:
+        return [held.name for held in self.held]
 
 
 class Storage:
+    """What the executor tells a storage: `begin_forward` and `begin_backward` before each microbatch on a stage;
+    `accumulate` with each gradient that was put off to W; `end_backward` once all gradients of a microbatch on a stage
+    are in (after BW, or W), and `finish_backward` at the end of the step. Other gradients arrive by themselves.
+
+    Ranks must issue the same sequence of collectives, so the buckets of a stage start in their own order, whichever
+    completes first. At `end_backward` those that were not reached travel as they are.
+    """
+
     def __init__(self, built: Built, config: TrainConfig, device: torch.device) -> None:
         self.built, self.config, self.device = built, config, device
-        self.grad_dtype = torch.float64 if config.dtype == "float64" else torch.float32
-        self.buckets: list[Bucket] = []
-        self.held: dict[str, Held] = {}
-        self._last = False
-        self._started = 0  # buckets whose sum is under way
-        self._fill_buckets()
+        self.dtype = torch.float64 if config.dtype == "float64" else torch.float32  # of masters, moments, losses
+        self.grad_dtype = self.dtype
+        self._parameters = {n: p for n, p in built.model.named_parameters() if p.requires_grad}
+        self.buckets = [self._bucket(names) for names in self._plan()]
+        self.held = {held.name: held for bucket in self.buckets for held in bucket.held}
+        self._of: dict[Tensor, tuple[Held, Bucket]] = {
+            held.used: (held, bucket) for bucket in self.buckets for held in bucket.held
+        }
+        self._on = {s: [b for b in self.buckets if b.stage == s] for s in {b.stage for b in self.buckets}}
+        self._owed = Counter(dict.fromkeys(self._on, 0))  # reductions of this step that are due so far, by stage
+        self._counts = False  # whether the gradients that now arrive complete a bucket
+        for parameter in self._of:
+            parameter.register_post_accumulate_grad_hook(self._arrived)
         self.optimizer = adamw(config, [(h.master, built.specs[h.name].decays) for h in self.held.values()])
 
-    def _fill_buckets(self) -> None:
-        """In reverse order of definition, as backward meets them. The order is the same on every rank."""
-        parameters = {n: p for n, p in self.built.model.named_parameters() if p.requires_grad}
+    def _plan(self) -> list[list[str]]:
+        """Names by bucket, in reverse order of definition, as backward meets them: the same on every rank."""
         limit = self.config.bucket_mib * 2**20
-        plans: dict[tuple[int, ...], list[list[str]]] = {}
-        sizes: dict[tuple[int, ...], float] = {}
-        ordered: list[list[str]] = []
-        for name in reversed(parameters):
-            ranks = self.built.replicas[name].ranks
-            nbytes = parameters[name].numel() * self.grad_dtype.itemsize
-            if ranks not in plans or sizes[ranks] + nbytes > limit:
-                plans.setdefault(ranks, []).append([])
-                ordered.append(plans[ranks][-1])
-                sizes[ranks] = 0
-            plans[ranks][-1].append(name)
-            sizes[ranks] += nbytes
-        for names in ordered:
-            total = sum(parameters[n].numel() for n in names)
-            flat = torch.zeros(total, dtype=self.grad_dtype, device=self.device)
-            bucket = Bucket(self.built.replicas[names[0]], names, flat)
-            self.buckets.append(bucket)
-            views = flat.split([parameters[n].numel() for n in names])
-            for name, view in zip(names, views, strict=True):
-                self._hold(name, parameters[name], view.view_as(parameters[name]), bucket)
+        filling: dict[Hashable, list[str]] = {}
+        sizes: dict[Hashable, float] = {}
+        planned: list[list[str]] = []
+        for name in reversed(self._parameters):
+            key = self._stage(name), self.built.replicas[name].ranks
+            nbytes = self._parameters[name].numel() * self.grad_dtype.itemsize
+            if key not in filling or sizes[key] + nbytes > limit:
+                planned.append([])
+                filling[key], sizes[key] = planned[-1], 0
+            filling[key].append(name)
+            sizes[key] += nbytes
+        return planned
 
-    def _hold(self, name: str, used: nn.Parameter, grad: Tensor, bucket: Bucket) -> None:
-        master = used.detach()
-        dtype = DTYPES[self.config.dtype]
+    def _stage(self, name: str) -> int:
+        return self.built.stages.get(name, 0)
+
+    def _bucket(self, names: Sequence[str]) -> Bucket:
+        sizes = [self._parameters[n].numel() for n in names]
+        flat = torch.zeros(sum(sizes), dtype=self.grad_dtype, device=self.device)
+        held = []
+        for name, view in zip(names, flat.split(sizes), strict=True):
+            used = self._parameters[name]
+            master = used.detach()
+            self._cast(name)
+            held.append(Held(name, used, master, view.view_as(used)))
+        return Bucket(self.built.replicas[names[0]], self._stage(names[0]), held, flat)
+
+    def _cast(self, name: str) -> None:
+        """Make a parameter what forward uses."""
+        used, dtype = self._parameters[name], DTYPES[self.config.dtype]
         if used.dtype != dtype and not self.built.specs[name].keep_float32:
-            used.data = master.to(dtype)
-        held = Held(name, used, master, grad, bucket)
-        self.held[name] = held
-        used.register_post_accumulate_grad_hook(lambda p: self._accumulate(held))
+            used.data = used.detach().to(dtype)
 
-    def begin_backward(self, last: bool) -> None:
-        """Called before each microbatch's backward; `last` ones are followed by the reduction."""
-        self._last = last
+    def begin_forward(self, stage: int) -> None:
+        """Before the forward of a microbatch on a stage: all weights are here."""
+
+    def begin_backward(self, stage: int, last: bool) -> None:
+        """Before a backward (BW or B) of a microbatch on a stage; `last`: the last one on it."""
+        self._counts = last
+        for bucket in self._on.get(stage, ()):
+            bucket.missing = len(bucket.held)
+
+    def accumulate(self, parameter: nn.Parameter | str, grad: Tensor) -> None:
+        """Add a gradient that was put off to W."""
+        held, bucket = self._of[self._parameters[parameter] if isinstance(parameter, str) else parameter]
+        self._add(held, bucket, grad)
+
+    def end_backward(self, stage: int, last: bool) -> None:
+        """All gradients of a microbatch on a stage are in."""
+        self._counts = False
         if last:
-            for bucket in self.buckets:
-                bucket.missing = len(bucket.names)
-
-    def _accumulate(self, held: Held) -> None:
-        """A gradient has arrived: add it up in the gradient's dtype, and start its bucket if it was the last one."""
-        assert held.used.grad is not None
-        held.grad.add_(held.used.grad)
-        held.used.grad = None
-        if self._last:
-            held.bucket.missing -= 1
-            self._start_complete()
-
-    def _start_complete(self, force: bool = False) -> None:
-        """Start buckets in their own order, whichever completes first: ranks must issue the same sequence."""
-        while self._started < len(self.buckets) and (force or not self.buckets[self._started].missing):
-            bucket = self.buckets[self._started]
-            bucket.pending = comm.start_all_reduce(bucket.flat, bucket.group, "gradients")
-            self._started += 1
+            self._owed[stage] += 1
+            self._start(stage, force=True)
 
     def finish_backward(self) -> None:
-        """Wait until every gradient is the sum over its replicas; those that no backward reached travel as zeros."""
-        self._start_complete(force=True)
+        """Wait until every gradient is the sum over its replicas."""
+        for stage, owed in self._owed.items():
+            if not owed:  # no backward came by
+                self.end_backward(stage, last=True)
         for bucket in self.buckets:
-            assert bucket.pending is not None
+            self._finish(bucket)
+            bucket.reduced = 0
+        self._owed = Counter(dict.fromkeys(self._on, 0))
+
+    def _arrived(self, used: Tensor) -> None:
+        """Autograd has reached a parameter. Its gradient may have been put off."""
+        grad, used.grad = used.grad, None
+        if grad is None:
+            return
+        held, bucket = self._of[used]
+        self._add(held, bucket, grad)
+        if self._counts:
+            bucket.missing -= 1
+            self._start(bucket.stage)
+
+    def _add(self, held: Held, bucket: Bucket, grad: Tensor) -> None:
+        held.grad.add_(grad)
+
+    def _start(self, stage: int, force: bool = False) -> None:
+        """Start the reductions of a stage in their order: of complete buckets, or all that are due."""
+        for bucket in self._on.get(stage, ()):
+            if bucket.reduced == self._owed[stage] + (not force):
+                continue
+            if bucket.missing and not force:
+                return
+            self._reduce(bucket)
+            bucket.reduced += 1
+
+    def _reduce(self, bucket: Bucket) -> None:
+        bucket.pending = comm.start_all_reduce(bucket.flat, bucket.group, "gradients")
+
+    def _finish(self, bucket: Bucket) -> None:
+        if bucket.pending is not None:
             bucket.pending.wait()
             bucket.pending = None
-        self._started = 0
 
     def gradients(self) -> Iterator[tuple[str, Box, Tensor]]:
         """Full name, box and local gradient of each parameter, after the reduction and before clipping."""
@@ -131,7 +185,7 @@ class Storage:
 
     def norm(self) -> Tensor:
         """Global gradient norm: each box counts on the first rank that holds it."""
-        square = torch.zeros((), dtype=self.grad_dtype, device=self.device)
+        square = torch.zeros((), dtype=self.dtype, device=self.device)
         for bucket in self.buckets:
             if bucket.group.rank == 0:
                 square += bucket.flat.square().sum()

@@ -27,11 +27,13 @@ MAY_IMPORT = {
     "research.data": "config files data models.batch",
     "research.parallel": "config mesh comm models.batch models.seams models.kernels train.action",  # and its own folder
     "research.parallel.axis": "config mesh models.batch models.kernels models.seams parallel",
-    "research.build": "config mesh comm models parallel.axis",
+    "research.built": "mesh models.decoder models.params",
+    "research.build": "built config mesh comm models parallel.axis",
     "research.launch": "config ledger launch",
     "research.ablation": "config settings record",
     "research.train.action": "",
-    "research.train": "config settings files ledger mesh comm record data models parallel.axis build launch train",
+    "research.train": "config settings files ledger mesh comm record data models parallel.axis built build launch "
+    "train",
     "research.report": "config files record report",
     "research.bench": "bench config files models",
     "research.reproduce": "parallel.pp reproduce",

@@ -1,12 +1,14 @@
 """Data parallelism against one process, by every gradient in float64; and that planted faults are caught."""
 
 import dataclasses
+from typing import ClassVar
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from research import build, comm
-from research.models import seams
+from research.models import kernels, seams
 from research.train import loop
 from research.train.executor import Denominators
 from research.train.storage import Storage
@@ -55,6 +57,37 @@ GRID = [
 @pytest.mark.parametrize("words", GRID)
 def test_layout_equals_one_process(prove, words):
     assert_equal(prove(*words.split()))
+
+
+class PutOff(torch.autograd.Function):
+    """A product whose weight gradient is left for later, as a schedule that parts B from W does."""
+
+    waiting: ClassVar = []
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return F.linear(x, w)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w = ctx.saved_tensors
+        PutOff.waiting.append((w, dy.flatten(0, -2).T @ x.flatten(0, -2)))
+        return dy @ w, None
+
+
+@pytest.mark.parametrize("mib", [0, 0.01, 16])
+def test_gradients_put_off_to_w(prove, monkeypatch, mib):
+    """Autograd reaches those parameters in B without a gradient: that completes no bucket."""
+
+    def w(self, stage, last, real=Storage.end_backward):
+        while PutOff.waiting:
+            self.accumulate(*PutOff.waiting.pop())
+        real(self, stage, last)
+
+    monkeypatch.setattr(kernels.Products, "linear", lambda self, x, weight: PutOff.apply(x, weight))
+    monkeypatch.setattr(Storage, "end_backward", w)
+    assert_equal(prove("dp.degree=2", f"train.bucket_mib={mib}"))
 
 
 def test_planted_average_instead_of_sum(prove, monkeypatch):
@@ -109,8 +142,8 @@ def test_planted_ranks_drop_by_themselves(prove, monkeypatch):
 
 
 def test_planted_bucket_reduced_before_its_last_gradient(prove, monkeypatch):
-    def hasty(self, last):
-        self._last = last
+    def hasty(self, stage, last):
+        self._counts = last
         for bucket in self.buckets:
             bucket.missing = len(bucket.names) - 1
 
