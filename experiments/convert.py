@@ -28,6 +28,7 @@ from research.launch.environment import Joined
 from research.train.checkpoint.index import CheckpointError
 from research.train.checkpoint.whole import StoredWeights, write_weights
 from research.weights.configs import canonical
+from research.weights.files import TOKENIZER
 from research.weights.folder import HuggingFaceFolder, export
 from research.weights.problems import WeightsError
 
@@ -54,8 +55,9 @@ class Stored:
 def take_in(source: Path, target: Path, own: Mapping[str, str], words: Sequence[str]) -> None:
     """A checkpoint of weights alone from a Hugging Face folder."""
     folder = HuggingFaceFolder(source, mtp="model.mtp_depth=0" not in words)
-    context = {"sequence": folder.positions} if folder.positions else {}
-    config = settings.from_mapping({"model": dataclasses.asdict(folder.model), "data": context}, words)
+    data: dict[str, object] = {"tokenizer": str((source / TOKENIZER).resolve())}
+    data |= {"sequence": folder.positions} if folder.positions else {}
+    config = settings.from_mapping({"model": dataclasses.asdict(folder.model), "data": data}, words)
     if canonical(config.model) != canonical(folder.model):
         rule = f"is another model than {source} holds"
         raise ConfigError([Problem(" ".join(words), None, rule, "model.mtp_depth=0, and keys of training")])

@@ -17,9 +17,12 @@ from research.models.kernels import Products
 from research.models.params import Block, Spec
 from research.parallel.axis import AXES
 
+Values = Callable[[str, Spec, Layout], Tensor]  # a parameter -> this rank's box of it, padded to its local shape
 
-def build(config: RunConfig, mesh: Mesh, device: torch.device) -> Built:
-    """The model with its initial values in float32 (float64 in a float64 run) on `device`."""
+
+def build(config: RunConfig, mesh: Mesh, device: torch.device, values: Values | None = None) -> Built:
+    """The model on `device`: with its initial values in float32 (float64 in a float64 run), or with those given."""
+    values = values or initial_values(config, mesh, device)
     with torch.device("meta"):
         model = Decoder(config.model, recompute=config.train.recompute == "full")
     declared = specs(model)
@@ -27,14 +30,12 @@ def build(config: RunConfig, mesh: Mesh, device: torch.device) -> Built:
     # Making groups is collective, so every rank makes those of every parameter, in this order.
     replicas = {name: mesh.replicas(layout) for name, layout in layouts.items()}
     attached = wired(config, mesh)
-    dtype = torch.float64 if config.train.dtype == "float64" else torch.float32
     for path, module in model.named_modules():
         if isinstance(module, Block):
             module.seams = attached
             for leaf, spec in module.specs.items():
                 name = f"{path}.{leaf}".lstrip(".")
-                value = padded_values(config.train.seed, name, spec, layouts[name], mesh, dtype, device)
-                setattr(module, leaf, nn.Parameter(value, requires_grad=spec.trained))
+                setattr(module, leaf, nn.Parameter(values(name, spec, layouts[name]), requires_grad=spec.trained))
     return Built(model, mesh, declared, layouts, replicas)
 
 
@@ -78,6 +79,15 @@ def assembled(group: Group) -> seams.Seam:
         return comm.all_reduce_(seams.assemble(values, numbers, whole), group, "expert choices", comm.MAX)
 
     return assemble
+
+
+def initial_values(config: RunConfig, mesh: Mesh, device: torch.device) -> Values:
+    dtype = torch.float64 if config.train.dtype == "float64" else torch.float32
+
+    def values(name: str, spec: Spec, layout: Layout) -> Tensor:
+        return padded_values(config.train.seed, name, spec, layout, mesh, dtype, device)
+
+    return values
 
 
 def padded_values(

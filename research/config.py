@@ -324,6 +324,27 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class GenerateConfig:
+    """How experiments.generate goes on from prompts."""
+
+    tokens: int = key(64, "tokens that are made for each prompt, at most", at_least=1)
+    temperature: float = key(0.0, "logits are divided by it; 0: the likeliest token, always", at_least=0)
+    top_p: float = key(
+        1.0, "a token is drawn from the fewest whose probabilities add up to this", at_least=1e-9, at_most=1
+    )
+    seed: int = key(0, "of what is drawn, with the number of the prompt and the position", at_least=0)
+    block: int = key(16, "tokens of one block of the key-value cache", at_least=1)
+    cache_tokens: int = key(
+        0, "tokens that the cache has room for on each rank; other prompts wait; 0: all at once", at_least=0
+    )
+
+    def problems(self) -> Iterator[Problem]:
+        if 0 < self.cache_tokens < self.block:
+            rule = f"is less than a block of generate.block={self.block}"
+            yield Problem("generate.cache_tokens", self.cache_tokens, rule, f"0, or at least {self.block}")
+
+
+@dataclass(frozen=True)
 class LaunchConfig:
     """How ranks are started and on what."""
 
@@ -348,6 +369,7 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     record: RecordConfig = field(default_factory=RecordConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    generate: GenerateConfig = field(default_factory=GenerateConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 
     def problems(self) -> Iterator[Problem]:

@@ -21,6 +21,8 @@ NOT_IDENTITY = (
     *("record.folder", "record.ablation", "record.arm", "record.tensorboard", "record.profile"),
     *("launch.timeout_s", "data.cache"),
     *("checkpoint.every", "checkpoint.folder", "checkpoint.keep", "checkpoint.keep_every"),
+    *("generate.tokens", "generate.temperature", "generate.top_p", "generate.seed"),
+    *("generate.block", "generate.cache_tokens"),
 )
 SAME_RUN = ("latest", "auto")  # values of checkpoint.resume under which a run goes on as itself
 

@@ -117,6 +117,14 @@ class Library:
     def encode(self, text: str) -> np.ndarray:
         return np.array(self._library.encode(text, add_special_tokens=False).ids, np.uint32)
 
+    def encode_prompt(self, text: str) -> np.ndarray:
+        """(tokens,) as transformers encodes a text: special tokens that stand in it are those, and what the file puts
+        around a text (a first token, say) is put there."""
+        self._library.encode_special_tokens = False
+        ids = np.array(self._library.encode(text).ids, np.uint32)
+        self._library.encode_special_tokens = True
+        return ids
+
     def decode(self, ids: Sequence[int]) -> str:
         """`end` is left out, if not by the library, which skips special tokens and ids that it does not know."""
         return self._library.decode([i for i in ids if i != self.end])

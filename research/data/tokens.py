@@ -106,14 +106,24 @@ def open_tokens(data: DataConfig) -> Corpus:
     hashes = [_content_hash(source, Path(data.cache)) for source in sources]
     tokenizer = None if all(s.tokenised for s in sources) else _tokenizer(data, sources, hashes)
     opened = tuple(_open(s, h, data, tokenizer) for s, h in zip(sources, hashes, strict=True))
+    return Corpus(opened, data.weights, _digest(hashes, tokenizer))
+
+
+def _digest(hashes: Sequence[str], tokenizer: Tokenizer | None) -> str:
     what = [*hashes, tokenizer.identity if tokenizer else ""]
-    return Corpus(opened, data.weights, hashlib.sha256("\n".join(what).encode()).hexdigest()[:16])
+    return hashlib.sha256("\n".join(what).encode()).hexdigest()[:16]
 
 
-def open_tokenizer(data: DataConfig) -> Tokenizer:
-    """The tokenizer of `open_tokens(data)`. Raises ConfigError naming a file that cannot be used."""
+def open_tokenizer(data: DataConfig, digest: str = "") -> Tokenizer:
+    """The tokenizer of `open_tokens(data)`. Raises ConfigError naming a file that cannot be used, or where a BPE would
+    not be the one of the corpus with this `digest`."""
     sources = [find(path) for path in data.path]
-    return _tokenizer(data, sources, [_content_hash(source, Path(data.cache)) for source in sources])
+    hashes = [_content_hash(source, Path(data.cache)) for source in sources]
+    tokenizer = _tokenizer(data, sources, hashes)
+    if digest and _digest(hashes, tokenizer) != digest:
+        rule = "is not the text any more that the tokenizer was trained on"
+        raise ConfigError([Problem("data.path", data.path, rule, "the same text, or data.tokenizer=tokenizer.json")])
+    return tokenizer
 
 
 def _tokenizer(data: DataConfig, sources: Sequence[Source], hashes: Sequence[str]) -> Tokenizer:

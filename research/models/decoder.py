@@ -96,6 +96,10 @@ class Head(Block):
     def forward(self, x: Tensor, targets: Tensor, tied: Tensor | None) -> Tensor:
         return self.seams.cross_entropy(x, self.weight if tied is None else tied, targets)
 
+    def logits(self, x: Tensor, rows: Tensor, tied: Tensor | None) -> Tensor:
+        """(B, S, D), numbers (n,) of tokens among the B*S -> (n, V)"""
+        return self.seams.logits(x, self.weight if tied is None else tied, rows)
+
 
 class Decoder(nn.Module):
     """Batch -> Output. Parts stand in the order of forward: their gradients arrive in the reverse one."""
@@ -111,20 +115,32 @@ class Decoder(nn.Module):
 
     def forward(self, batch: Batch) -> Output:
         """A batch without `ahead` (an evaluation) is not predicted further than one token."""
+        h, aux, at = self.hidden(batch)
+        loss, losses = self.head(h, batch.targets, self.tied), []
+        for depth, ahead in zip(self.mtp.values(), batch.ahead, strict=bool(batch.ahead)):
+            h, part = self._run(depth, at, h, self.embedding(ahead.tokens))
+            aux = aux + part
+            losses.append(self.head(h, ahead.targets, self.tied))
+        return Output(loss, aux, tuple(losses))
+
+    def hidden(self, batch: Batch) -> tuple[Tensor, Tensor, Places]:
+        """What the head is given (B, S, D), auxiliary losses, and where the tokens stand."""
         x = self.embedding(batch.tokens)
         at = places(batch, self.c, x.dtype)
         aux = torch.zeros((), device=x.device, requires_grad=True)
         for layer in self.layers.values():
             x, part = self._run(layer, at, x)
             aux = aux + part
-        tied = self.embedding.weight if self.c.tied else None
-        h = self.head.norm(x)
-        loss, losses = self.head(h, batch.targets, tied), []
-        for depth, ahead in zip(self.mtp.values(), batch.ahead, strict=bool(batch.ahead)):
-            h, part = self._run(depth, at, h, self.embedding(ahead.tokens))
-            aux = aux + part
-            losses.append(self.head(h, ahead.targets, tied))
-        return Output(loss, aux, tuple(losses))
+        return self.head.norm(x), aux, at
+
+    def logits(self, batch: Batch, rows: Tensor) -> Tensor:
+        """What follows the tokens with these numbers (n,) among the B*S of the batch: (n, V)."""
+        return self.head.logits(self.hidden(batch)[0], rows, self.tied)
+
+    @property
+    def tied(self) -> Tensor | None:
+        """The weight of a head that has none of its own."""
+        return self.embedding.weight if self.c.tied else None
 
     def _run(self, layer: nn.Module, at: Places, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         if not self.recompute:

@@ -4,6 +4,8 @@ B batch, S local sequence, D model, H heads, h head dim of queries and keys, R o
 L latent of keys and values
 """
 
+from functools import partial
+
 import torch
 from einops import rearrange
 from torch import Tensor, nn
@@ -45,16 +47,20 @@ class LatentAttention(Block):
         self.param("wo", dim=c.dim, heads=(c.heads, c.value_dim), std=residual_std(c))
 
     def forward(self, x: Tensor, at: Places) -> Tensor:
-        c, product = self.c, self.seams.products.linear
+        c = self.c
         q, kv = self.seams.column(x, self.wq_down if c.q_latent else self.wq, self.wkv_down)
         if c.q_latent:
-            q = product(self.q_norm(q), self.wq_up)
-        latent, k_turned = kv.split([c.kv_latent, c.rotary_dim], -1)
-        made = product(self.kv_norm(latent), self.wkv_up)
-        made = rearrange(made, "b s (n e) -> b s n e", e=self.plain + c.value_dim)
-        k_plain, v = made.split([self.plain, c.value_dim], -1)
-        k_turned = rotate(k_turned[:, :, None], at.rotary).expand(-1, -1, made.shape[2], -1)
+            q = self.seams.products.linear(self.q_norm(q), self.wq_up)
         q = rotate(rearrange(q, "b s (n h) -> b s n h", h=c.head_dim), at.rotary)
-        k = torch.cat([k_turned, k_plain], -1)
-        o = self.seams.attend(q, k, v, at.positions, scale=self.scale, window=self.window, documents=at.documents)
+        latent, key = kv.split([c.kv_latent, c.rotary_dim], -1)
+        latent, key = self.kv_norm(latent), rotate(key[:, :, None], at.rotary)
+        o = self.seams.attend_latent(q, latent, key, self.wkv_up, partial(self.expanded, at))
         return self.seams.row(rearrange(o, "b s n v -> b s (n v)"), self.wo)
+
+    def expanded(self, at: Places, q: Tensor, latent: Tensor, key: Tensor) -> Tensor:
+        """(B, S, H, h), (B, S, L), (B, S, 1, R) -> (B, S, H, v), with a key and a value of each head."""
+        made = self.seams.products.linear(latent, self.wkv_up)
+        made = rearrange(made, "b s (n e) -> b s n e", e=self.plain + self.c.value_dim)
+        plain, v = made.split([self.plain, self.c.value_dim], -1)
+        k = torch.cat([key.expand(-1, -1, made.shape[2], -1), plain], -1)
+        return self.seams.attend(q, k, v, at.positions, scale=self.scale, window=self.window, documents=at.documents)

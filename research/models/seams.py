@@ -3,8 +3,8 @@
 An axis supplies its own version of a seam (`claim`) or wraps whoever owns it (`wrap`); a model only ever calls the
 attribute. A seam holds the communication *and* the product beside it, so that the two can overlap.
 
-B batch, S local sequence, D model, H heads, G kv heads, h head dim, v of values, V vocabulary, E experts, K top-k,
-T = B*S tokens
+B batch, S local sequence, D model, H heads, G kv heads, h head dim, v of values, L latent of keys and values, R turned
+elements of a head, V vocabulary, E experts, K top-k, T = B*S tokens
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from research.models import kernels
@@ -42,6 +43,12 @@ def attend(
     `window` of them where that is not 0, and where `documents` (B, S) are given those of its own document alone. One
     device holds whole samples in order: positions decide nothing here."""
     return causal_attention(q, k, v, scale, window, documents)
+
+
+def attend_latent(q: Tensor, latent: Tensor, key: Tensor, up: Tensor, expanded: Callable[..., Tensor]) -> Tensor:
+    """q (B, S, H, h), latents (B, S, L), turned keys (B, S, 1, R) -> (B, S, H, v), as `expanded(q, latent, key)` gives
+    it: by keys and values that `up` (H (h - R + v), L) makes of the latents, and `attend`."""
+    return expanded(q, latent, key)
 
 
 def experts(
@@ -89,6 +96,11 @@ def cross_entropy(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
     return kernels.cross_entropy(x.flatten(0, 1), head, targets.flatten())
 
 
+def logits(x: Tensor, head: Tensor, rows: Tensor) -> Tensor:
+    """x (B, S, D), head (V, D) -> (n, V) of the tokens with these numbers (n,) among the B*S."""
+    return F.linear(x.flatten(0, 1)[rows], head)
+
+
 def count(ids: Tensor, n_experts: int) -> Tensor:
     """ids (T, K) -> how often each expert was chosen (E,). As a seam: over the whole global microbatch."""
     return torch.zeros(n_experts, dtype=torch.int64, device=ids.device).scatter_add_(
@@ -128,8 +140,10 @@ class Seams:
     row: Callable[[Tensor, Tensor], Tensor]  # x (B, S', I/tp), weight (D, I/tp) -> (B, S, D)
     lookup: Callable[[Tensor, Tensor], Tensor] = lookup
     attend: Callable[..., Tensor] = attend
+    attend_latent: Callable[..., Tensor] = attend_latent
     experts: Callable[..., tuple[Tensor, Tensor | None]] = experts
     cross_entropy: Callable[[Tensor, Tensor, Tensor], Tensor] = cross_entropy
+    logits: Callable[[Tensor, Tensor, Tensor], Tensor] = logits
     count: Callable[[Tensor, int], Tensor] = count
     count_each: Callable[[Tensor, int], Tensor] = count_each
     assemble: Callable[[Tensor, Tensor, int], Tensor] = assemble

@@ -22,6 +22,7 @@ from research.files import sync
 from research.weights.problems import WeightsError
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+TOKENIZER, GENERATION = "tokenizer.json", "generation_config.json"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import fnmatch
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -74,13 +74,20 @@ class HuggingFaceFolder:
     def read(self, name: str, expert: int | None = None) -> Tensor:
         """In the dtype of the folder, a stack of several in one that holds them all exactly. Only what is asked for is
         read."""
-        held = self._sources[name]
-        if expert is not None or None in held:
+        if expert is not None:
             return self._box(name, expert).clone()  # what is kept of a file would keep all of it
-        whole = torch.empty_like(self.meta[name], device="cpu")
-        for e in held:
-            whole[e] = self._box(name, e)
-        return whole
+        return self.read_box(name, [(0, n) for n in self.meta[name].shape])
+
+    def read_box(self, name: str, box: Sequence[tuple[int, int]]) -> Tensor:
+        """(offset, size) of each dim -> that part. Of a file only the pages that hold it are read, where rows stand in
+        the same order as ours."""
+        inside = tuple(slice(low, low + size) for low, size in box)
+        if None in self._sources[name]:
+            return self._box(name, None)[inside].clone()
+        part = torch.empty([size for _, size in box], dtype=self.meta[name].dtype)
+        for expert, held in enumerate(part, box[0][0]):
+            held.copy_(self._box(name, expert)[inside[1:]])
+        return part
 
     def _box(self, name: str, expert: int | None) -> Tensor:
         theirs = self._sources[name][expert]

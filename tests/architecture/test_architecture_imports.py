@@ -34,6 +34,7 @@ MAY_IMPORT = {
     "research.train.action": "",
     "research.train": "config settings files ledger mesh comm record data models parallel.axis built build launch "
     "train",
+    "research.generate": "build built comm config data generate launch mesh models train.checkpoint weights",
     "research.report": "config files record report",
     "research.bench": "bench config files models",
     "research.reproduce": "parallel.pp reproduce",

@@ -37,7 +37,10 @@ def test_a_value_that_cannot_be_read(refused, value: str) -> None:
         ("model.dim.x", "is not a key, did you mean model.dim?; legal: model.dim"),
         ("dp.dgree", "is not a key, did you mean dp.degree?; legal: dp.degree"),
         ("dp.x", "is not a key; legal: dp.degree"),
-        ("x.y", "is not a key; legal: checkpoint.*, data.*, dp.*, launch.*, model.*, record.*, tp.*, train.*"),
+        (
+            "x.y",
+            "is not a key; legal: checkpoint.*, data.*, dp.*, generate.*, launch.*, model.*, record.*, tp.*, train.*",
+        ),
         ("dp", "is a section, not a key; legal: dp.degree"),
     ],
 )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from research import comm
@@ -67,6 +68,7 @@ class TensorParallel:
             "row": row(group, tp.sequence, tp.overlap),
             "lookup": lookup(group, tp.sequence),
             "cross_entropy": cross_entropy(group, config.model.vocab, tp.sequence),
+            "logits": logits(group, config.model.vocab, tp.sequence),
             "normalize": normalize(group),
         }
         if tp.sequence:
@@ -124,6 +126,22 @@ def cross_entropy(group: Group, vocab: int, sequence: bool) -> Seam:
         return y if group.rank == 0 else _Unreported.apply(y)
 
     return loss
+
+
+def logits(group: Group, vocab: int, sequence: bool) -> Seam:
+    """Each rank multiplies with its own rows of the head; only the tokens that are asked for travel."""
+
+    def product(x: Tensor, head: Tensor, rows: Tensor) -> Tensor:
+        if sequence:
+            sample, place = rows // (x.shape[1] * group.size), rows % (x.shape[1] * group.size)
+            own = place - group.rank * x.shape[1]
+            mine = (own >= 0) & (own < x.shape[1])
+            x = comm.all_reduce(x[sample, own.where(mine, 0)].masked_fill(~mine[:, None], 0), group, "logits")
+        else:
+            x = x.flatten(0, 1)[rows]
+        return comm.all_gather(F.linear(x, head), group, "logits", dim=1)[:, :vocab]
+
+    return product
 
 
 class _Unreported(torch.autograd.Function):

@@ -45,9 +45,15 @@ class StoredWeights:
         self.entries: Mapping[str, Entry] = {
             name.removeprefix(WEIGHT): e for name, e in self._index.tensors.items() if name.startswith(WEIGHT)
         }
-        used = sorted({file for e in self.entries.values() for file in e.boxes.values()}) if verify else []
-        if problems := list(damage(found, used, self._index.files)):
-            raise DamagedError(f"checkpoint {found} is damaged:{told(problems)}{offer(found)}")
+        self.corpus: str | None = self._index.state.get("corpus")  # digest; None where no run of ours wrote it
+        if verify:
+            self.verify()
+
+    def verify(self, part: int = 0, parts: int = 1) -> None:
+        """Read every file, or this part of them, against its checksum."""
+        used = sorted({file for e in self.entries.values() for file in e.boxes.values()})[part::parts]
+        if problems := list(damage(self.folder, used, self._index.files)):
+            raise DamagedError(f"checkpoint {self.folder} is damaged:{told(problems)}{offer(self.folder)}")
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
         """A weight, or a box of it, on the host and in the dtype that it is stored in; no other bytes are read."""
