@@ -2,7 +2,7 @@
 
 Bytes are those that one rank receives under the bandwidth-optimal algorithm, whatever the backend does:
 all-reduce 2 (n-1)/n of the buffer (Patarasuk and Yuan 2009), all-gather and reduce-scatter (n-1)/n of the larger
-side. A group of one communicates nothing.
+side, all-to-all (n-1)/n of the buffer. A group of one communicates nothing.
 
 `start_*` begin beside whatever runs until `wait`; those named like an operation are differentiable, and their backward
 is the exact adjoint, counted under the phase that runs it.
@@ -10,6 +10,7 @@ is the exact adjoint, counted under the phase that runs it.
 n ranks of the group
 """
 
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import TypeVar
 
@@ -41,6 +42,39 @@ class Pending:
                 self._work.wait()
             self._work = self._given = None
         return self._result
+
+
+class Exchange:
+    """Messages under way. Those sent must not be touched before `wait`, which returns those received."""
+
+    def __init__(self, group: Group, received: list[Tensor], sent: list[Tensor], works: Sequence[dist.Work]) -> None:
+        self._group, self._received, self._sent, self._works = group, received, sent, works
+
+    def wait(self) -> list[Tensor]:
+        if self._works:
+            axis, device = self._group.axis, [*self._received, *self._sent][0].device
+            with record_function(f"wait for {axis}"), self._group.ledger.waiting(axis, device):
+                for work in self._works:
+                    work.wait()
+            self._works, self._sent = (), []
+        return self._received
+
+
+def start_exchange(
+    send: Sequence[tuple[Tensor, int]], receive: Sequence[tuple[Tensor, int]], group: Group, purpose: str
+) -> Exchange:
+    """Send tensors to ranks of the group, and fill buffers with what others send, all at once. Two ranks must name what
+    passes between them in the same order, and all ranks start their exchanges in one order. The first one after a group
+    was made concerns all of its ranks (NCCL)."""
+    sent, received = [x.contiguous() for x, _ in send], [x for x, _ in receive]
+    if not (sent or received):
+        return Exchange(group, [], [], ())
+    _count(group, purpose, "exchange", Fraction(sum(x.numel() for x in received)), [*received, *sent][0])
+    to, source = ([group.ranks[rank] for _, rank in messages] for messages in (send, receive))
+    ops = [dist.P2POp(dist.isend, x, r, group.process_group) for x, r in zip(sent, to, strict=True)]
+    ops += [dist.P2POp(dist.irecv, x, r, group.process_group) for x, r in zip(received, source, strict=True)]
+    with record_function(f"{group.axis}: {purpose}"):
+        return Exchange(group, received, sent, dist.batch_isend_irecv(ops))
 
 
 def start_all_reduce(x: Tensor, group: Group, purpose: str, op: dist.ReduceOp.RedOpType = SUM) -> Pending:
@@ -97,6 +131,36 @@ def reduce_scatter(x: Tensor, group: Group, purpose: str, dim: int) -> Tensor:
     """(.., n*s, ..) -> (.., s, ..): this rank's part, along dim, of the sum over ranks."""
     y: Tensor = _ReduceScatter.apply(x, group, purpose, dim) if group.size > 1 else x
     return y
+
+
+def all_to_all(x: Tensor, group: Group, purpose: str) -> Tensor:
+    """x (n, ..) -> (n, ..): part i goes to rank i, and part i of the result comes from rank i."""
+    y: Tensor = _AllToAll.apply(x, group, purpose) if group.size > 1 else x
+    return y
+
+
+class _AllToAll(torch.autograd.Function):
+    """
+    forward   (n, ..) -> (n, ..)   all-to-all
+    backward  (n, ..) -> (n, ..)   all-to-all
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group, purpose: str) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.about = group, purpose
+        return _all_to_all(x.contiguous(), group, purpose)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
+        return _all_to_all(dy.contiguous(), *ctx.about), None, None
+
+
+def _all_to_all(x: Tensor, group: Group, purpose: str) -> Tensor:
+    out = torch.empty_like(x)
+    _count(group, purpose, "all_to_all", Fraction((group.size - 1) * x.numel(), group.size), x)
+    with record_function(f"{group.axis}: {purpose}"):
+        work = dist.all_to_all_single(out, x, group=group.process_group, async_op=True)
+    return Pending(group, out, work, x).wait()
 
 
 class _AllReduce(torch.autograd.Function):

@@ -30,7 +30,7 @@ class Axis(Protocol):
         """What this axis does around a seam, whoever owns it."""
         ...
 
-    def cut_batch(self, batch: Batch, mesh: Mesh) -> Batch:
+    def cut_batch(self, batch: Batch, config: RunConfig, mesh: Mesh) -> Batch:
         """This rank's part of a batch that is whole along this axis."""
         ...
 
@@ -44,9 +44,9 @@ def problems(config: RunConfig) -> Iterator[Problem]:
         yield from axis.problems(config)
 
 
-def cut_batch(batch: Batch, mesh: Mesh) -> Batch:
+def cut_batch(batch: Batch, config: RunConfig, mesh: Mesh) -> Batch:
     """This rank's part of a global microbatch."""
     batch = batch.numbered()
     for axis in AXES:
-        batch = axis.cut_batch(batch, mesh)
+        batch = axis.cut_batch(batch, config, mesh)
     return batch

@@ -124,7 +124,7 @@ class Trainer:
 
     def _mine(self, batch: Batch) -> Batch:
         """This rank's part of a global microbatch, on its device."""
-        return cut_batch(batch, self.mesh).map(self._to_device)
+        return cut_batch(batch, self.config, self.mesh).map(self._to_device)
 
     def _to_device(self, t: Tensor) -> Tensor:
         if self.device.type == "cuda":

@@ -33,7 +33,7 @@ class DataParallel:
     def wraps(self, config: RunConfig, mesh: Mesh) -> Mapping[str, Callable[[Seam], Seam]]:
         return {}
 
-    def cut_batch(self, batch: Batch, mesh: Mesh) -> Batch:
+    def cut_batch(self, batch: Batch, config: RunConfig, mesh: Mesh) -> Batch:
         """Rows of this rank; where they do not divide, the first ranks take one more."""
         return batch.map(lambda t: t.tensor_split(mesh.sizes["dp"])[mesh.at["dp"]])
 

@@ -80,7 +80,7 @@ class TensorParallel:
         group = mesh.group("tp")
         return {"experts": sliced(group)} if group.size > 1 and not config.tp.sequence else {}
 
-    def cut_batch(self, batch: Batch, mesh: Mesh) -> Batch:
+    def cut_batch(self, batch: Batch, config: RunConfig, mesh: Mesh) -> Batch:
         """Whole: every rank looks all tokens up, and attends to them with its own heads."""
         return batch
 

@@ -1,0 +1,66 @@
+"""Messages between ranks of a group, and the even all-to-all: values, gradient, bytes."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+
+from research import comm
+from research.config import LaunchConfig
+from research.launch.local import start
+from research.mesh import Mesh
+
+
+def bodies(body, ranks):
+    return start(lambda place, device: body(Mesh({"cp": ranks}, place.rank)), ranks, LaunchConfig(threads=1), 30.0)
+
+
+def both_ways_round(mesh):
+    """A number of one element up, one of two elements down, and where there are two ranks both meet the same peer."""
+    group = mesh.group("cp")
+    up, down = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    from_below, from_above = torch.empty(1), torch.empty(2)
+    mine = float(group.rank)
+    sends = [(torch.full((1,), mine), up), (torch.full((2,), 10 + mine), down)]
+    pending = comm.start_exchange(sends, [(from_below, down), (from_above, up)], group, "numbers")
+    received = [t.tolist() for t in pending.wait()]
+    nothing = comm.start_exchange([], [], group, "nothing").wait()
+    return group.rank, received, nothing, dict(mesh.ledger.bytes)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_exchange(ranks):
+    for rank, received, nothing, counted in bodies(both_ways_round, ranks):
+        assert received == [[(rank - 1) % ranks], [10 + (rank + 1) % ranks] * 2] and nothing == []
+        assert counted == {("cp", "numbers", "exchange", "setup"): 3 * 4}
+
+
+def one_sender(mesh):
+    group = mesh.group("cp")
+    buffer = torch.empty(3)
+    send = [(torch.arange(3.0), 1)] if group.rank == 0 else []
+    comm.start_exchange(send, [(buffer, 0)] if group.rank == 1 else [], group, "numbers").wait()
+    return buffer.tolist(), sum(mesh.ledger.bytes.values())
+
+
+def test_some_ranks_send_and_some_receive():
+    first, second, third = bodies(one_sender, 3)
+    assert second == ([0.0, 1.0, 2.0], 12) and first[1] == third[1] == 0
+
+
+def turned(mesh):
+    group = mesh.group("cp")
+    n, rank = group.size, group.rank
+    x = (torch.arange(n * 2).view(n, 2) + 100.0 * rank).requires_grad_()
+    y = comm.all_to_all(x, group, "parts")
+    y.backward(torch.arange(n * 2).view(n, 2) + 1000.0 * rank)
+    return rank, y.detach(), x.grad, dict(mesh.ledger.bytes)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_all_to_all_and_its_adjoint(ranks):
+    for rank, y, grad, counted in bodies(turned, ranks):
+        mine, each = torch.tensor([2.0 * rank, 2.0 * rank + 1]), torch.arange(float(ranks))[:, None]
+        assert torch.equal(y, mine + 100 * each) and torch.equal(grad, mine + 1000 * each)
+        received = Fraction((ranks - 1) * ranks * 2 * 4, ranks)
+        assert counted == ({("cp", "parts", "all_to_all", "setup"): 2 * received} if ranks > 1 else {})
