@@ -199,10 +199,10 @@ for name in modules:
 """
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 def test_every_module_imports_alone(trees: Trees) -> None:
     everything = {target.partition(".")[0] for tree in trees.values() for target, _ in imports(tree, trees)}
     others = sorted(everything - sys.stdlib_module_names - {"research", "experiments", "flash_attn"})
     command = [sys.executable, "-c", ALONE_SCRIPT, " ".join(others), " ".join(trees)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr

@@ -53,7 +53,7 @@ def drop_section(path: Path, axis: str) -> None:
     edit(path, {field: "", classes[ast.unparse(field.annotation)]: ""})
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("axis", [a.name for a in AXES])
 def test_the_rest_trains_without(axis: str, tmp_path: Path, text: Path) -> None:
     for folder in ("research", "experiments"):
@@ -63,7 +63,7 @@ def test_the_rest_trains_without(axis: str, tmp_path: Path, text: Path) -> None:
     drop_section(tmp_path / "research" / "config.py", axis)
     words = ["experiments/configs/tiny.yaml", "train.steps=2", "train.warmup_steps=1", f"data.path={text}"]
     command = [sys.executable, "-c", SCRIPT, *words, "data.cache=cache", "launch.threads=1"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=50)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     (row,) = load(tmp_path / "results")
     assert axis not in row.config and row.hardware.ranks == 1
