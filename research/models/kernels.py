@@ -151,57 +151,51 @@ class _CrossEntropy(torch.autograd.Function):
         return (dx * dloss.view(1, 1)).to(dx.dtype), (dhead * dloss).to(dx.dtype), *[None] * 6
 
 
-def permute(x: Tensor, index: Tensor, back: Tensor, copies: int) -> Tensor:
-    """x (T, D) -> x[index] (N, D), where each row of x appears `copies` times and `back` (N,) finds the copies again.
-
-    Both directions only read by index (deterministic, no atomics), unlike the backward of plain indexing.
-    """
-    y: Tensor = _Permute.apply(x, index, back, copies)
+def spread(x: Tensor, index: Tensor, places: Tensor, starts: Tensor | None = None) -> Tensor:
+    """x (T, D) -> x[index] (N, D). `places` (N,) says where the copies of each row of x stand, row after row; those of
+    row t begin at starts[t], or there is one of each (N = T). Both directions read by index alone: no atomics."""
+    y: Tensor = _Spread.apply(x, index, places, starts)
     return y
 
 
-class _Permute(torch.autograd.Function):
+def collect(y: Tensor, index: Tensor, places: Tensor, starts: Tensor) -> Tensor:
+    """The adjoint of `spread`: y (N, D) -> (T, D), the sum over the copies of each row, zeros where there are none."""
+    x: Tensor = _Collect.apply(y, index, places, starts)
+    return x
+
+
+def _sums(y: Tensor, places: Tensor, starts: Tensor | None) -> Tensor:
+    return y.index_select(0, places) if starts is None else F.embedding_bag(places, y, starts, mode="sum")
+
+
+class _Spread(torch.autograd.Function):
     """
     forward   (T, D) -> (N, D)   y = x[index]
-    backward  (N, D) -> (T, D)   dx = sum over copies of dy[back]
+    backward  (N, D) -> (T, D)   dx[t] = sum over the copies of row t of dy
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, index: Tensor, back: Tensor, copies: int) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(back)
-        ctx.copies = copies
+    def forward(ctx, x: Tensor, index: Tensor, places: Tensor, starts: Tensor | None) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.where = places, starts
         return x.index_select(0, index)
 
     @staticmethod
     def backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
-        (back,) = ctx.saved_tensors
-        if ctx.copies == 1:
-            return dy.index_select(0, back), None, None, None
-        return F.embedding_bag(back.view(-1, ctx.copies), dy, mode="sum"), None, None, None
+        return _sums(dy, *ctx.where), None, None, None
 
 
-def weighted_sum(y: Tensor, weights: Tensor, index: Tensor, order: Tensor) -> Tensor:
-    """y (T*K, D), weights (T, K) -> (T, D): token t is the sum over k of weights[t, k] * y[index[t*K + k]]; `order` is
-    the inverse of `index`. Rows are read where they are: no permuted copy is made or kept."""
-    out: Tensor = _WeightedSum.apply(y, weights, index, order)
-    return out
+class _Collect(torch.autograd.Function):
+    """Its index is no saved tensor, so that recompute need not run as far as this for it.
 
-
-class _WeightedSum(torch.autograd.Function):
-    """i = index[t*K + k]
-
-    forward   (T*K, D), (T, K) -> (T, D)   out[t] = sum_k weights[t, k] y[i]
-    backward  (T, D) -> (T*K, D), (T, K)   dy[i] = weights[t, k] dout[t], dweights[t, k] = dout[t] . y[i]
+    forward   (N, D) -> (T, D)   x[t] = sum over the copies of row t of y
+    backward  (T, D) -> (N, D)   dy = dx[index]
     """
 
     @staticmethod
-    def forward(ctx, y: Tensor, weights: Tensor, index: Tensor, order: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(y, weights, index, order)
-        return F.embedding_bag(index.view(weights.shape), y, per_sample_weights=weights, mode="sum")
+    def forward(ctx, y: Tensor, index: Tensor, places: Tensor, starts: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.index = index
+        return _sums(y, places, starts)
 
     @staticmethod
-    def backward(ctx, dout: Tensor):  # type: ignore[no-untyped-def]
-        y, weights, index, order = ctx.saved_tensors
-        rows = dout.index_select(0, order // weights.shape[1])
-        dweights = torch.linalg.vecdot(rows, y)[index].view(weights.shape)
-        return rows.mul_(weights.flatten()[order][:, None]), dweights, None, None
+    def backward(ctx, dx: Tensor):  # type: ignore[no-untyped-def]
+        return dx.index_select(0, ctx.index), None, None, None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from research.config import ModelConfig
 from research.models.layers import FeedForward, residual_std
 from research.models.params import Block
-from research.models.pointwise import swiglu
+from research.models.pointwise import weighted_swiglu
 from research.models.recompute import Keep
 from research.models.rope import Places
 from research.models.seams import count
@@ -74,6 +74,7 @@ class MoE(Block):
             self.routed,
             lambda: self.shared(x) if self.shared else None,
             drops=self.c.capacity > 0,
+            keep=keep,
         )
         y = y.view_as(x)
         return y if shared is None else y + shared, aux
@@ -110,10 +111,10 @@ class MoE(Block):
         counts = counts.to(self.router.dtype).view(-1, self.c.experts)  # integers would divide in float32
         return counts / counts.sum(-1, keepdim=True)
 
-    def routed(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """rows (N, D) sorted by expert, counts (E,) -> (N, D)"""
+    def routed(self, rows: Tensor, counts: Tensor, weights: Tensor) -> Tensor:
+        """rows (N, D) sorted by expert, counts (E,), routing weights (N,) -> (N, D)"""
         product = self.seams.products.grouped
-        hidden = swiglu(product(rows, self.w_gate, counts), product(rows, self.w_up, counts))
+        hidden = weighted_swiglu(product(rows, self.w_gate, counts), product(rows, self.w_up, counts), weights)
         return product(hidden, self.w_down, counts)
 
     def auxiliary(self, logits: Tensor, scores: Tensor, counts: Tensor, share: Tensor) -> Tensor:

@@ -70,6 +70,34 @@ class _SwiGLU(torch.autograd.Function):
         return dg, F.silu(gate).mul_(dy)
 
 
+def weighted_swiglu(gate: Tensor, up: Tensor, weights: Tensor) -> Tensor:
+    """silu(gate) * up, row n times weights[n]. What comes after is linear, so a routing weight may stand here, and
+    backward needs nothing but inputs: behind the last product it would need all of its output."""
+    y: Tensor = _WeightedSwiGLU.apply(gate, up, weights)
+    return y
+
+
+class _WeightedSwiGLU(torch.autograd.Function):
+    """
+    forward   (N, F), (N, F), (N,) -> (N, F)         y = w silu(g) u
+    backward  (N, F) -> (N, F), (N, F), (N,)         dw = sum_f dy silu(g) u; dg, du as of SwiGLU, of w dy
+    """
+
+    @staticmethod
+    def forward(ctx, gate: Tensor, up: Tensor, weights: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(gate, up, weights)
+        return F.silu(gate).mul_(up).mul_(weights[:, None])
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
+        gate, up, weights = ctx.saved_tensors
+        du = F.silu(gate)
+        part = dy * up
+        dw = torch.linalg.vecdot(part, du)
+        dg = torch.ops.aten.silu_backward(part.mul_(weights[:, None]), gate)
+        return dg, du.mul_(dy).mul_(weights[:, None]), dw
+
+
 def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x (B, S, H, h), cos and sin (B, S, 1, R/2) -> the same with its first R elements turned, i and i + R/2 as a pair
     (Su et al. 2021, eq. 34)."""

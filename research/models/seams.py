@@ -17,10 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from research.models import kernels
-from research.models.kernels import Products, causal_attention, embed, flash_attention, permute, weighted_sum
+from research.models.kernels import Products, causal_attention, collect, embed, flash_attention, spread
 from research.models.pointwise import rms_norm
+from research.models.recompute import Keep, decide
 
-Routed = Callable[[Tensor, Tensor], Tensor]  # rows (N, D) sorted by expert, counts (E,) -> (N, D)
+# rows (N, D) sorted by expert, counts (E,), routing weights (N,) -> weighted outputs (N, D)
+Routed = Callable[[Tensor, Tensor, Tensor], Tensor]
 Seam = Callable[..., object]
 
 
@@ -59,31 +61,55 @@ def experts(
     routed: Routed,
     shared: Callable[[], Tensor | None],
     drops: bool = False,
+    keep: Keep = decide,
 ) -> tuple[Tensor, Tensor | None]:
     """x (T, D), ids and weights (T, K) -> weighted sum of the chosen experts (T, D), and what `shared()` returns. Where
-    it `drops`, a choice of `n_experts` goes nowhere and adds nothing."""
-    rows, counts, order = sort_by_expert(x, ids, n_experts)
-    # How many rows are left is known on the device only: of all paths on one device this one alone makes the host wait.
-    y = within(int(counts.sum()), rows, lambda kept: routed(kept, counts)) if drops else routed(rows, counts)
-    return combine(y, order, weights), shared()
+    it `drops`, a choice of `n_experts` goes nowhere and adds nothing. Who goes where is decided in `keep`."""
+    choices = keep(lambda: by_expert(ids, n_experts, drops))
+    y = routed(choices.rows(x), choices.counts, choices.weights(weights.to(x.dtype)))
+    return choices.sums(y), shared()
 
 
-def within(kept: int, rows: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
-    """rows (N, D) -> f of the first `kept`, zeros for those after them."""
-    return torch.cat([f(rows[:kept]), torch.zeros_like(rows[kept:])])
+@dataclass(frozen=True)
+class Choices:
+    """N choices that tokens made of E experts, expert after expert. T tokens made K each, numbered token after token,
+    of which some may be dropped: N <= T*K."""
+
+    counts: Tensor  # (E,) of each expert
+    order: Tensor  # (N,) the number of each
+    index: Tensor  # (N,) the token of each
+    places: Tensor  # (N,) where each stands in `order`, token after token
+    starts: Tensor  # (T,) where those of each token begin in `places`
+
+    def rows(self, x: Tensor) -> Tensor:
+        """x (T, D) of tokens -> (N, D) of choices."""
+        return spread(x, self.index, self.places, self.starts)
+
+    def weights(self, weights: Tensor) -> Tensor:
+        """weights (T, K) -> (N,)"""
+        return weights.flatten().index_select(0, self.order)
+
+    def sums(self, y: Tensor) -> Tensor:
+        """y (N, D) of choices -> (T, D): the sum over those of each token."""
+        return collect(y, self.index, self.places, self.starts)
 
 
-def sort_by_expert(x: Tensor, ids: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x (T, D), ids (T, K) -> rows (T*K, D) in expert order, dropped ones last; kept rows per expert (E,); the order
-    (T*K,)."""
-    order = ids.flatten().argsort(stable=True)
-    rows = permute(x, order // ids.shape[1], inverse(order), copies=ids.shape[1])
-    return rows, count(ids, n_experts + 1)[:n_experts], order
+def by_expert(ids: Tensor, n_experts: int, drops: bool) -> Choices:
+    """ids (T, K) -> the choices of experts 0 to E - 1; where it `drops`, `n_experts` is none of them."""
+    counts = count(ids, n_experts + 1)[:n_experts]
+    # How many are kept is known on the device only: of all paths on one device this one alone makes the host wait.
+    return sorted_choices(ids, counts, int(counts.sum()) if drops else ids.numel())
 
 
-def combine(y: Tensor, order: Tensor, weights: Tensor) -> Tensor:
-    """Undo `sort_by_expert`: y (T*K, D), weights (T, K) -> (T, D), the weighted sum over K."""
-    return weighted_sum(y, weights.to(y.dtype), inverse(order), order)
+def sorted_choices(ids: Tensor, counts: Tensor, kept: int) -> Choices:
+    """ids (T, K), of which those below E count, counts (E,) with sum `kept`."""
+    each = ids.shape[1]
+    order = ids.flatten().argsort(stable=True)[:kept]
+    if kept == ids.numel():
+        starts = torch.arange(0, kept, each, device=ids.device)
+        return Choices(counts, order, order // each, inverse(order), starts)
+    of_token = (ids < len(counts)).sum(1)
+    return Choices(counts, order, order // each, order.argsort(), of_token.cumsum(0) - of_token)
 
 
 def inverse(order: Tensor) -> Tensor:

@@ -1,11 +1,14 @@
 """Products and permutations against plain loops, forward and backward."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from research.models import seams
-from research.models.kernels import Products, permute
+from research.models.kernels import Products, collect, spread
+from research.models.pointwise import swiglu, weighted_swiglu
 
 
 def loop(rows, w, counts):
@@ -32,28 +35,78 @@ def test_grouped_equals_a_loop(counts, dtype, width):
         torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
-def test_permute_gradient():
-    ids = torch.tensor([[2, 0], [1, 2], [0, 1]])
-    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
-    order = ids.flatten().argsort(stable=True)
-    back = seams.inverse(order)
-    torch.testing.assert_close(permute(x, order // 2, back, 2), x[order // 2])
-    assert torch.autograd.gradcheck(lambda t: permute(t, order // 2, back, 2), (x,))
-    y = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda t: permute(t, back, order, 1), (y,))
+@pytest.mark.parametrize("ids", [[[2, 0], [1, 2], [0, 1]], [[3, 0], [3, 3], [0, 1]], [[3, 3]], [[1]]])
+def test_spread_and_collect_are_adjoint(ids):
+    """An id of 3 is dropped."""
+    at = seams.by_expert(torch.tensor(ids), 3, drops=True)
+    where = at.index, at.places, at.starts
+    x = torch.randn(len(ids), 4, dtype=torch.float64, requires_grad=True)
+    y = torch.randn(len(at.index), 4, dtype=torch.float64, requires_grad=True)
+    torch.testing.assert_close(spread(x, *where), x[at.index])
+    torch.testing.assert_close((spread(x, *where) * y).sum(), (x * collect(y, *where)).sum())
+    if len(y):
+        assert torch.autograd.gradcheck(lambda t: spread(t, *where), (x,))
+        assert torch.autograd.gradcheck(lambda t: collect(t, *where), (y,))
 
 
-def test_experts_equal_a_loop_over_tokens():
+def routing(tokens, top_k, experts, dim, dropped=0):
+    """x, ids, weights, and one matrix for each expert; the first choices are dropped."""
     generator = torch.Generator().manual_seed(2)
-    x = torch.randn(7, 4, generator=generator, dtype=torch.float64)
-    ids = torch.stack([torch.randperm(5, generator=generator)[:3] for _ in range(7)])
-    weights = torch.rand(7, 3, generator=generator, dtype=torch.float64)
-    w = torch.randn(5, 4, 4, generator=generator, dtype=torch.float64)
-    y, shared = seams.experts(x, ids, weights, 5, lambda r, n: Products().grouped(r, w, n), lambda: None)
-    want = [sum(a * w[e] @ t for a, e in zip(k, i, strict=True)) for t, i, k in zip(x, ids, weights, strict=True)]
-    torch.testing.assert_close(y, torch.stack(want))
+    x = torch.randn(tokens, dim, generator=generator, dtype=torch.float64, requires_grad=True)
+    ids = torch.stack([torch.randperm(experts, generator=generator)[:top_k] for _ in range(tokens)])
+    ids.view(-1)[:dropped] = experts
+    weights = torch.rand(tokens, top_k, generator=generator, dtype=torch.float64, requires_grad=True)
+    w = torch.randn(experts, dim, dim, generator=generator, dtype=torch.float64, requires_grad=True)
+    return x, ids, weights, w
+
+
+@pytest.mark.parametrize("tokens, dropped", [(7, 0), (7, 4), (1, 0), (1, 3), (7, 21)])
+def test_experts_equal_a_loop_over_tokens(tokens, dropped):
+    x, ids, weights, w = routing(tokens, 3, 5, 4, dropped)
+
+    def routed(rows, counts, weights):
+        return Products().grouped(rows, w, counts) * weights[:, None]
+
+    y, shared = seams.experts(x, ids, weights, 5, routed, lambda: None, drops=dropped > 0)
+    want = torch.zeros_like(x)
+    for t, k in itertools.product(range(tokens), range(3)):
+        if ids[t, k] < 5:
+            want[t] += weights[t, k] * w[ids[t, k]] @ x[t]
+    torch.testing.assert_close(y, want)
     assert shared is None
-    assert torch.equal(seams.count(ids, 5), torch.bincount(ids.flatten(), minlength=5))
+    assert torch.equal(seams.count(ids, 6), torch.bincount(ids.flatten(), minlength=6))
+    if want.requires_grad:
+        sides = [torch.autograd.grad(o.square().sum(), (x, weights, w)) for o in (y, want)]
+        for got, right in zip(*sides, strict=True):
+            torch.testing.assert_close(got, right)
+
+
+def test_routing_weights_inside_the_experts_save_their_output():
+    """The plain way weighs outputs, so that its backward needs them: T*K*D elements that this one does not keep, but
+    the weights of rows. Equal gradients."""
+    tokens, top_k, experts, dim, width = 20, 3, 5, 16, 24
+    x, ids, weights, _ = routing(tokens, top_k, experts, dim)
+    shapes = [(experts, width, dim), (experts, width, dim), (experts, dim, width)]
+    gate, up, down = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes)
+    product = Products().grouped
+
+    def inside(rows, counts, weights):
+        return product(weighted_swiglu(product(rows, gate, counts), product(rows, up, counts), weights), down, counts)
+
+    def behind(rows, counts, weights):
+        return product(swiglu(product(rows, gate, counts), product(rows, up, counts)), down, counts) * weights[:, None]
+
+    sides = []
+    for routed in (inside, behind):
+        saved = {}
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, s=saved: s.setdefault(id(t), t), lambda t: t):
+            y, _ = seams.experts(x, ids, weights, experts, routed, lambda: None)
+        gradients = torch.autograd.grad(y.square().sum(), (x, weights, gate, down))
+        sides.append((sum(t.nbytes for t in saved.values()), gradients))
+    (ours, got), (plain, want) = sides
+    assert plain - ours == tokens * top_k * dim * 8
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_a_seam_has_one_owner():

@@ -1,4 +1,4 @@
-"""Norm, SwiGLU, rotation and the weighted sum of experts against torch's own autograd, and what each keeps."""
+"""Norm, SwiGLU and rotation against torch's own autograd, and what each keeps."""
 
 from math import prod
 
@@ -6,9 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from research.models import pointwise, seams
-from research.models.kernels import weighted_sum
-from research.models.pointwise import rms_norm, swiglu, turn
+from research.models import pointwise
+from research.models.pointwise import rms_norm, swiglu, turn, weighted_swiglu
 
 DTYPES = {torch.float32: 1e-5, torch.float64: 1e-13, torch.bfloat16: 2e-2}
 
@@ -28,10 +27,6 @@ def own_norm(x, weight):
 def turn_by_parts(x, cos, sin):
     a, b, rest = x.split([cos.shape[-1], cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
-
-
-def sum_by_gather(y, weights, index):
-    return torch.einsum("tkd,tk->td", y[index].unflatten(0, weights.shape), weights)
 
 
 def sides(own, other, *shapes, dtype):
@@ -83,17 +78,10 @@ def test_turn(dtype, turned):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tokens, top_k", [(5, 3), (4, 1), (0, 2)])
-def test_weighted_sum(dtype, tokens, top_k):
-    index = torch.randperm(tokens * top_k, generator=torch.Generator().manual_seed(1))
-    order = seams.inverse(index)
-    pairs = sides(
-        lambda y, w: weighted_sum(y, w, index, order),
-        lambda y, w: sum_by_gather(y, w, index),
-        (tokens * top_k, 16),
-        (tokens, top_k),
-        dtype=dtype,
-    )
+@pytest.mark.parametrize("rows", [5, 1, 0])
+def test_weighted_swiglu(dtype, rows):
+    shapes = (rows, 24), (rows, 24), (rows,)
+    pairs = sides(weighted_swiglu, lambda g, u, w: F.silu(g) * u * w[:, None], *shapes, dtype=dtype)
     for got, want in pairs:
         torch.testing.assert_close(got, want, rtol=2 * DTYPES[dtype], atol=2 * DTYPES[dtype])
 
