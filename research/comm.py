@@ -2,7 +2,7 @@
 
 Bytes are those that one rank receives under the bandwidth-optimal algorithm, whatever the backend does:
 all-reduce 2 (n-1)/n of the buffer (Patarasuk and Yuan 2009), all-gather and reduce-scatter (n-1)/n of the larger
-side, all-to-all (n-1)/n of the buffer. A group of one communicates nothing.
+side; all-to-all the rows that others send. A group of one communicates nothing.
 
 `start_*` begin beside whatever runs until `wait`; those named like an operation are differentiable, and their backward
 is the exact adjoint, counted under the phase that runs it.
@@ -10,7 +10,8 @@ is the exact adjoint, counted under the phase that runs it.
 n ranks of the group
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import TypeVar
 
@@ -33,15 +34,16 @@ class Pending:
     """A collective under way. Its tensors must not be touched before `wait`, which times the standstill."""
 
     def __init__(self, group: Group, result: Tensor, work: dist.Work | None, given: Tensor | None = None) -> None:
-        self._group, self._result, self._work, self._given = group, result, work, given
+        self.result = result
+        self._group, self._work, self._given = group, work, given
 
     def wait(self) -> Tensor:
         if self._work is not None:
             axis = self._group.axis
-            with record_function(f"wait for {axis}"), self._group.ledger.waiting(axis, self._result.device):
+            with record_function(f"wait for {axis}"), self._group.ledger.waiting(axis, self.result.device):
                 self._work.wait()
             self._work = self._given = None
-        return self._result
+        return self.result
 
 
 class Exchange:
@@ -110,6 +112,19 @@ def start_reduce_scatter(x: Tensor, group: Group, purpose: str) -> Pending:
         return Pending(group, out, _reduce_scatter(out, flat, group=group.process_group, async_op=True), x)
 
 
+def start_all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group, purpose: str) -> Pending:
+    """x (N, ..), of which rank i gets sent[i] rows, in order -> (M, ..): received[i] rows of rank i, in order."""
+    x = x.contiguous()
+    if group.size == 1:
+        return Pending(group, x, None)
+    out = x.new_empty(sum(received), *x.shape[1:])
+    others = len(out) - received[group.rank]
+    _count(group, purpose, "all_to_all", Fraction(others * math.prod(x.shape[1:])), x)
+    with record_function(f"{group.axis}: {purpose}"):
+        rows = list(received), list(sent)
+        return Pending(group, out, dist.all_to_all_single(out, x, *rows, group=group.process_group, async_op=True), x)
+
+
 def all_reduce_(x: Tensor, group: Group, purpose: str, op: dist.ReduceOp.RedOpType = SUM) -> Tensor:
     """Reduce x in place over the group and return it."""
     return start_all_reduce(x, group, purpose, op).wait()
@@ -135,32 +150,8 @@ def reduce_scatter(x: Tensor, group: Group, purpose: str, dim: int) -> Tensor:
 
 def all_to_all(x: Tensor, group: Group, purpose: str) -> Tensor:
     """x (n, ..) -> (n, ..): part i goes to rank i, and part i of the result comes from rank i."""
-    y: Tensor = _AllToAll.apply(x, group, purpose) if group.size > 1 else x
-    return y
-
-
-class _AllToAll(torch.autograd.Function):
-    """
-    forward   (n, ..) -> (n, ..)   all-to-all
-    backward  (n, ..) -> (n, ..)   all-to-all
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: Group, purpose: str) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.about = group, purpose
-        return _all_to_all(x.contiguous(), group, purpose)
-
-    @staticmethod
-    def backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
-        return _all_to_all(dy.contiguous(), *ctx.about), None, None
-
-
-def _all_to_all(x: Tensor, group: Group, purpose: str) -> Tensor:
-    out = torch.empty_like(x)
-    _count(group, purpose, "all_to_all", Fraction((group.size - 1) * x.numel(), group.size), x)
-    with record_function(f"{group.axis}: {purpose}"):
-        work = dist.all_to_all_single(out, x, group=group.process_group, async_op=True)
-    return Pending(group, out, work, x).wait()
+    one_each = [1] * group.size
+    return begin_all_to_all(x, one_each, one_each, group, purpose).wait() if group.size > 1 else x
 
 
 class _AllReduce(torch.autograd.Function):
@@ -211,6 +202,85 @@ class _ReduceScatter(torch.autograd.Function):
     def backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
         group, purpose, dim = ctx.about
         return joined(start_all_gather(dy, group, purpose).wait(), dim), None, None, None
+
+
+class Begun:
+    """A differentiable collective under way beside what runs until `wait`. So is its adjoint in backward, which goes
+    through a graph from its end: it starts where `wait` stands, and is waited for where this stands."""
+
+    def __init__(self, x: Tensor, there: Callable[[Tensor], Pending], back: Callable[[Tensor], Pending]) -> None:
+        self._way = _Way(there, back)
+        self._link: Tensor = _Begin.apply(x, self._way)
+
+    def wait(self) -> Tensor:
+        y: Tensor = _Wait.apply(self._link, self._way)
+        return y
+
+
+class _Way:
+    """How `Begun` goes there and back, and what is under way."""
+
+    def __init__(self, there: Callable[[Tensor], Pending], back: Callable[[Tensor], Pending]) -> None:
+        self.there, self.back = there, back
+        self.pending: Pending | None = None
+
+    def arrived(self) -> Tensor:
+        assert self.pending is not None, "a collective is waited for once"
+        pending, self.pending = self.pending, None
+        return pending.wait()
+
+
+class _Begin(torch.autograd.Function):
+    """
+    forward   x -> a stand-in of its shape, without memory   start
+    backward  dx, not yet there -> dx                        wait for the adjoint
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, way: _Way) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.way = way
+        way.pending = way.there(x)
+        return x.new_empty(()).expand(x.shape)
+
+    @staticmethod
+    def backward(ctx, dx: Tensor):  # type: ignore[no-untyped-def]
+        return ctx.way.arrived(), None
+
+
+class _Wait(torch.autograd.Function):
+    """
+    forward   the stand-in -> y        wait
+    backward  dy -> dx, not yet there  start the adjoint
+    """
+
+    @staticmethod
+    def forward(ctx, link: Tensor, way: _Way) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.way = way
+        return way.arrived()
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
+        ctx.way.pending = ctx.way.back(dy)
+        return ctx.way.pending.result, None
+
+
+def begin_all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group, purpose: str) -> Begun:
+    """As `start_all_to_all`, differentiable; the adjoint sends each row back."""
+    return Begun(
+        x,
+        lambda t: start_all_to_all(t, sent, received, group, purpose),
+        lambda t: start_all_to_all(t, received, sent, group, purpose),
+    )
+
+
+def begin_all_gather(x: Tensor, group: Group, purpose: str) -> Begun:
+    """As `start_all_gather`, differentiable; the adjoint is a reduce-scatter."""
+    return Begun(x, lambda t: start_all_gather(t, group, purpose), lambda t: start_reduce_scatter(t, group, purpose))
+
+
+def begin_reduce_scatter(x: Tensor, group: Group, purpose: str) -> Begun:
+    """As `start_reduce_scatter`, differentiable; the adjoint is an all-gather."""
+    return Begun(x, lambda t: start_reduce_scatter(t, group, purpose), lambda t: start_all_gather(t, group, purpose))
 
 
 def joined(parts: Tensor, dim: int) -> Tensor:

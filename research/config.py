@@ -227,6 +227,18 @@ class TpConfig:
 
 
 @dataclass(frozen=True)
+class EpConfig:
+    """Expert parallelism: ranks that hold parts of the routed experts, the same ranks that dp, cp and tp count."""
+
+    degree: int = key(1, "ranks that share the routed experts; 1 is off", at_least=1)
+    tensor: int = key(1, "ranks that share each of them, cut in its hidden width; 1: experts are whole", at_least=1)
+    dispatch: Literal["all_to_all", "all_gather"] = key(
+        "all_to_all", "tokens go to the ranks of their experts, or to all ranks of a (small) group"
+    )
+    overlap: int = key(1, "pieces in which tokens travel, each beside the experts' work on another", at_least=1)
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """Text, tokenizer and sample length."""
 
@@ -365,6 +377,7 @@ class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     dp: DpConfig = field(default_factory=DpConfig)
     tp: TpConfig = field(default_factory=TpConfig)
+    ep: EpConfig = field(default_factory=EpConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     record: RecordConfig = field(default_factory=RecordConfig)
@@ -392,11 +405,16 @@ def degrees(config: RunConfig) -> dict[str, int]:
 
 
 def step_tokens(config: RunConfig) -> int:
-    """Tokens of a step on the first rank, of which no other has more: dp cuts each microbatch by rows, the first ranks
-    taking one more where they do not divide, and cp cuts each sample."""
+    """Tokens of a step on the first rank, of which no other has more."""
+    return sum(microbatch_tokens(config))
+
+
+def microbatch_tokens(config: RunConfig) -> list[int]:
+    """Those of each microbatch: dp cuts it by rows, the first ranks taking one more where they do not divide, and cp
+    cuts each sample."""
     train, sizes = config.train, degrees(config)
     rows = [(train.global_batch + m) // train.microbatches for m in range(train.microbatches)]
-    return sum(-(-n // max(sizes["dp"], 1)) for n in rows) * config.data.sequence // sizes["cp"]
+    return [-(-n // max(sizes["dp"], 1)) * config.data.sequence // sizes["cp"] for n in rows]
 
 
 def with_world(config: RunConfig, world: int | None) -> tuple[RunConfig, list[Problem]]:

@@ -118,13 +118,16 @@ class Mesh:
 
     def group(self, axis: str) -> Group:
         """This rank's group along an axis, or of its `stage`, or of the whole `world`; `sample`: the ranks of a stage
-        that hold parts, or copies, of the same samples."""
+        that hold parts, or copies, of the same samples; `experts`: those that together hold each expert once, ep by
+        ep and for each the ranks of etp."""
         if axis == "world":
             return self._partition(axis, axis, lambda at: ())
         if axis == "stage":
             return self._partition(axis, axis, lambda at: at["pp"])
         if axis == "sample":
             return self._partition(axis, axis, lambda at: (at["pp"], at["dp"]))
+        if axis == "experts":
+            return self._partition("ep", axis, lambda at: (at["pp"], at["edp"]))
         view = DENSE if axis in DENSE else EXPERT
         others = [a for a in view if a != axis]
         return self._partition(axis, axis, lambda at: tuple(at[a] for a in others))

@@ -9,6 +9,7 @@ from research.models.batch import Batch
 from research.models.kernels import Products
 from research.models.seams import Seam
 from research.parallel.dp import DataParallel
+from research.parallel.ep import ExpertParallel
 from research.parallel.tp import TensorParallel
 
 
@@ -35,7 +36,7 @@ class Axis(Protocol):
         ...
 
 
-AXES: tuple[Axis, ...] = (DataParallel(), TensorParallel())
+AXES: tuple[Axis, ...] = (DataParallel(), TensorParallel(), ExpertParallel())
 
 
 def problems(config: RunConfig) -> Iterator[Problem]:

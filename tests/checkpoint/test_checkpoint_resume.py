@@ -83,6 +83,7 @@ def test_same_layout_is_bitwise(configure, words):
         ({"tp.degree": 4}, {"tp.degree": 2, "dp.degree": 2, "tp.sequence": False}),
         ({"tp.degree": 2}, {"tp.degree": 1}),
         ({"dp.degree": 2}, {"tp.degree": 4, "dp.degree": 1}),
+        ({"dp.degree": 4, "ep.degree": 4}, {"dp.degree": 1, "tp.degree": 2, "ep.degree": 1, "ep.tensor": 2}),
     ],
     ids=str,
 )
