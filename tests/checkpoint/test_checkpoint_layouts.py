@@ -7,10 +7,11 @@ import torch
 
 from research.config import LaunchConfig
 from research.launch.local import start
+from research.parallel.axis import AXES
 from research.train.checkpoint.index import read_index, step_folder
 from research.train.checkpoint.transfer import Ranks, Saver
 from research.train.checkpoint.whole import StoredWeights
-from tests.checkpoint.layouts import KINDS, Made, declared, pieces, truth, wrong
+from tests.checkpoint.layouts import KINDS, SPLITS, Made, declared, pieces, truth, wrong
 
 LAYOUTS = {
     "one": Made(),
@@ -38,6 +39,11 @@ def saved(tmp_path_factory):
 
         start(save, made.world, LAUNCH, 60.0)
     return folder
+
+
+def test_made_up_layouts_cut_as_the_axes_do():
+    splits = {dim: mesh_axis for axis in AXES for dim, mesh_axis in axis.splits.items()}
+    assert {dim: SPLITS.get(dim) for dim in splits} == splits
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
