@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 
-.PHONY: setup quickstart test test-slow bench gpu clean
+.PHONY: setup quickstart test test-slow notebooks bench gpu clean
 
 setup: .venv/installed
 
@@ -21,6 +21,10 @@ test: setup
 
 test-slow: setup
 	$(PY) -m pytest -m slow
+
+# Runs every notebook where it lies and keeps what it says.
+notebooks: setup
+	$(PY) -m jupyter execute --inplace --NotebookClient.record_timing=False notebooks/*.ipynb
 
 bench: setup
 	$(PY) -m experiments.bench

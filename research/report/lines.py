@@ -85,6 +85,11 @@ def ratio(line: Line, baseline: str, among: Sequence[Line]) -> float | None:
     return line.mean(lambda r: r.tokens_per_s) / below if below > 0 else None
 
 
+def loss_gap(rows: Iterable[Row]) -> float:
+    """How far apart, in nats, the losses of any two rows are at any step that both have made."""
+    return max((max(step) - min(step) for step in zip(*(r.losses for r in rows), strict=False)), default=0.0)
+
+
 def differences(among: Sequence[Line]) -> list[str]:
     """What tells lines apart, the seed aside: kind, device, config keys."""
     traits = [_traits(line.rows[0]) for line in among]

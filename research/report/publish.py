@@ -34,15 +34,3 @@ def write_tables(
     write_atomically(data, frame(rows, order).to_csv(index=False).encode())
     overview(rows, figure, order, title=ablation)
     return [page, data, figure]
-
-
-def find_rows(results: str | Path = "../results") -> Path:
-    """The results folder if runs have left rows in it, else the committed `reference/quickstart` within.
-
-    The default is right for a notebook in `notebooks/`. Raises FileNotFoundError where neither holds rows.
-    """
-    folders = [Path(results), Path(results) / "reference" / "quickstart"]
-    for folder in folders:
-        if any((folder / "rows").glob("*.json")):
-            return folder
-    raise FileNotFoundError(f"no rows in {' or '.join(str(f / 'rows') for f in folders)}")

@@ -36,7 +36,10 @@ MAY_IMPORT = {
     "research.train": "config settings files ledger mesh comm record data models parallel.axis built build launch "
     "train",
     "research.generate": "build built comm config data generate launch mesh models train.checkpoint weights",
-    "research.report": "config files record report",
+    "research.report": "config settings files record report",
+    "research.report.topology": "launch.process mesh report.figures",
+    "research.report.trace": "build built config data launch.process mesh models parallel.axis train.loop train.run",
+    "research.report.schedules": "parallel.pp",
     "research.bench": "bench config files models",
     "research.reproduce": "parallel.pp reproduce",
     "experiments": "research experiments.command experiments.tables",

@@ -1,13 +1,11 @@
 """From a folder of rows to files, and what the command says when there is nothing to do."""
 
-import dataclasses
-
 import pandas as pd
 import pytest
 
 from experiments import tables
 from research.record import write
-from research.report.publish import by_ablation, find_rows, write_tables
+from research.report.publish import by_ablation, write_tables
 from research.report.tables import frame, markdown
 
 ORDER = ["one", "dp2", "dp4"]
@@ -78,12 +76,3 @@ def test_command_names_a_file_that_is_no_row(folder, capsys):
     (folder / "rows" / "broken.json").write_text("{}")
     assert tables.main([str(folder)]) == 1
     assert "broken.json is no Row" in capsys.readouterr().err
-
-
-def test_find_rows_prefers_runs_to_the_reference(rows, tmp_path):
-    with pytest.raises(FileNotFoundError, match="reference"):
-        find_rows(tmp_path)
-    write(rows[0], tmp_path / "reference" / "quickstart")
-    assert find_rows(tmp_path) == tmp_path / "reference" / "quickstart"
-    write(dataclasses.replace(rows[0], ablation="mine"), tmp_path)
-    assert find_rows(tmp_path) == tmp_path

@@ -25,8 +25,16 @@ forward; small letters: not the first stage of its rank; below, the last digit o
 
 
 def picture(timelines: Sequence[Timeline], form: str) -> bytes:
-    """An SVG or PNG: schedules below each other on one scale, a line a rank. Boxes carry the number of their
-    microbatch, overlapped pairs a dark frame."""
+    """`drawing` as an SVG or PNG."""
+    out = io.BytesIO()
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "schedules"}):
+        drawing(timelines).savefig(out, format=form, metadata={"Date": None} if form == "svg" else None)
+    return out.getvalue()
+
+
+def drawing(timelines: Sequence[Timeline]) -> Figure:
+    """Schedules below each other on one scale, a line a rank. Boxes carry the number of their microbatch, overlapped
+    pairs a dark frame."""
     heights = [0.9 + 0.32 * max(t.schedule.ranks, 3) for t in timelines]
     figure = Figure(figsize=(12, 0.4 + sum(heights)), dpi=120, layout="constrained")
     panels = figure.subplots(len(timelines), squeeze=False, height_ratios=heights)[:, 0]
@@ -38,10 +46,7 @@ def picture(timelines: Sequence[Timeline], form: str) -> bytes:
     kinds = sorted({a.kind for a in actions}, key=list(COLOURS).index)
     handles = [Patch(color=COLOURS[k], label=NAMES[k]) for k in kinds]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize="small")
-    out = io.BytesIO()
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "schedules"}):
-        figure.savefig(out, format=form, metadata={"Date": None} if form == "svg" else None)
-    return out.getvalue()
+    return figure
 
 
 def _draw(axes: Axes, timeline: Timeline) -> None:
