@@ -92,6 +92,11 @@ class ModelConfig:
     drop_by: Literal["position", "score"] = key(
         "position", "what a full expert drops: the last tokens, or those with the least routing weight"
     )
+    load: Literal["routed", "even", "skewed", "worst"] = key(
+        "routed",
+        "who chooses experts: the router, or a token's number, so that all have as much to do, the first up to twice "
+        "the mean and the last little, or the first top_k everything: to measure what a load costs",
+    )
     balance: float = key(0.01, "weight of the load-balance loss (Switch Transformer, eq. 4)", at_least=0)
     balance_scope: Literal["batch", "sequence"] = key(
         "batch", "the balance loss is one over the global microbatch, or the mean of one over each sample"

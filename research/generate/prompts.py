@@ -18,6 +18,8 @@ def problems(config: RunConfig) -> Iterator[Problem]:
     for name, rule in (("mtp_depth", "is no part of generation"), ("capacity", "would let texts change each other")):
         if value := getattr(config.model, name):
             yield Problem(f"model.{name}", value, rule, "0")
+    if config.model.load != "routed":
+        yield Problem("model.load", config.model.load, "would choose experts by a token's place", "routed")
 
 
 def tokenizer_of(source: Source, data: DataConfig, chosen: bool) -> Tokenizer:

@@ -56,7 +56,7 @@ class MoE(Block):
         # Scores are compared in the router's own precision: in bfloat16 close ones tie and pick other experts.
         logits = F.linear(tokens.to(self.router.dtype), self.router)
         scores = logits.softmax(-1) if self.c.router_score == "softmax" else logits.sigmoid()
-        ids = keep(lambda: choose(scores.detach() + self.bias if self.c.bias_rate else scores.detach(), self.c))
+        ids = keep(lambda: self.choose(scores.detach(), at))
         counts = keep(lambda: self.count(ids, at.whole_tokens))
         weights = scores.gather(-1, ids)
         if self.c.normalize_weights:
@@ -79,6 +79,17 @@ class MoE(Block):
         y = y.view_as(x)
         return y if shared is None else y + shared, aux
 
+    def choose(self, scores: Tensor, at: Places) -> Tensor:
+        """scores (T, E) -> the chosen experts (T, K)"""
+        if self.c.load != "routed":
+            return forced(self.numbers(at), self.c)
+        return choose(scores + self.bias if self.c.bias_rate else scores, self.c)
+
+    def numbers(self, at: Places) -> Tensor:
+        """(T,) of the tokens that are here, in the global microbatch."""
+        assert at.numbers is not None, "a batch is numbered before it is cut"
+        return self.seams.residual(at.numbers).flatten()
+
     def count(self, ids: Tensor, whole_tokens: int) -> Tensor:
         """ids (T, K) -> choices in the global microbatch (E,), remembered for the optimizer step but in evaluations."""
         counts = self.seams.count(ids, self.c.experts)
@@ -91,8 +102,7 @@ class MoE(Block):
     def kept(self, ids: Tensor, weights: Tensor, at: Places) -> Tensor:
         """ids and weights (T, K) -> the choices (T, K) that find room. All ranks decide on those of the whole global
         microbatch, so that a layout drops what one device drops."""
-        assert at.numbers is not None, "a batch is numbered before it is cut"
-        numbers = self.seams.residual(at.numbers).flatten()
+        numbers = self.numbers(at)
         ids = self.seams.assemble(ids, numbers, at.whole_tokens)
         if self.c.drop_by == "score":
             # Tokens with one history have one weight, which float64 tells apart by how a layout rounds: then number
@@ -152,3 +162,18 @@ def choose(scores: Tensor, c: ModelConfig) -> Tensor:
         closed = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, False)
         scores = grouped.masked_fill(closed[..., None], -math.inf).flatten(-2)
     return scores.topk(c.top_k, -1).indices
+
+
+def forced(numbers: Tensor, c: ModelConfig) -> Tensor:
+    """numbers (T,) of tokens -> the experts (T, K) that `model.load` gives them: systematic sampling, which meets each
+    expert's share of tokens (Madow 1949), by a low-discrepancy sequence of the numbers."""
+    place = torch.arange(c.experts, dtype=torch.float64)
+    if c.load == "worst":
+        shares = (place < c.top_k).double()
+    else:
+        slope = min(1.0, c.experts / c.top_k - 1) if c.load == "skewed" else 0.0  # no share exceeds 1
+        shares = c.top_k / c.experts * (1 + slope * (1 - 2 * place / max(c.experts - 1, 1)))
+    starts = numbers.double()[:, None] * (5**0.5 - 1) / 2 % 1
+    points = starts + torch.arange(c.top_k, device=numbers.device)
+    ends = shares.cumsum(0).to(numbers.device)
+    return torch.searchsorted(ends, points, right=True).clamp(max=c.experts - 1)

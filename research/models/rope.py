@@ -32,13 +32,13 @@ class Places(NamedTuple):
     positions: Tensor  # (B, S)
     documents: Tensor | None  # (B, S), where a token sees its own document only
     rotary: Rotary
-    numbers: Tensor | None  # (B, S) in the global microbatch, where experts have a capacity
+    numbers: Tensor | None  # (B, S) in the global microbatch, where experts have a capacity, or a load that is given
     whole_tokens: int  # of the global microbatch
 
 
 def places(batch: Batch, c: ModelConfig, dtype: torch.dtype) -> Places:
     documents = batch.documents if c.document_mask else None
-    numbers = batch.numbers if c.capacity else None
+    numbers = batch.numbers if c.capacity or c.load != "routed" else None
     return Places(batch.positions, documents, rotary(batch.positions, c, dtype), numbers, batch.whole_tokens)
 
 

@@ -28,7 +28,7 @@ IDLE: tuple[tuple[Callable[[ModelConfig], bool], tuple[str, ...]], ...] = (
         lambda c: c.experts == 0,
         (
             "dense_layers", "moe_every", "top_k", "expert_ffn", "shared_experts", "router_score", "normalize_weights",
-            "weight_scale", "expert_groups", "top_groups", "group_best", "bias_rate", "capacity", "drop_by",
+            "weight_scale", "expert_groups", "top_groups", "group_best", "bias_rate", "capacity", "drop_by", "load",
         ),
     ),
 )  # fmt: skip

@@ -22,6 +22,8 @@ GRID = [
     "dp.degree=3 ep.degree=3 model.experts=9 train.global_batch=14 train.microbatches=3 ep.dispatch=all_gather",
     "dp.degree=2 ep.degree=2 model.capacity=0.6 model.drop_by=score train.recompute=full ep.overlap=2",
     "dp.degree=2 tp.degree=2 ep.degree=2 ep.tensor=2 model.capacity=1 model.bias_rate=0.05 ep.dispatch=all_gather",
+    "dp.degree=2 ep.degree=2 model.load=worst model.top_k=1 ep.overlap=2 train.deterministic=true",
+    "tp.degree=2 ep.degree=2 model.load=skewed model.bias_rate=0.05 ep.dispatch=all_gather train.recompute=full",
     "dp.degree=2 ep.degree=2 model.mtp_depth=1 model.layers=2 model.norm=post train.recompute=full",
 ]
 
@@ -56,7 +58,6 @@ def test_every_layout_with_every_router(prove, layout, router, way):
 
 
 FORCED = {
-    "one expert takes all": lambda ids: torch.zeros_like(ids),
     "the last rank is idle": lambda ids: ids % 4,
     "the first rank is idle": lambda ids: ids % 4 + 4,
     "one token in 64 is sent away": lambda ids: ids.where(torch.arange(len(ids))[:, None] % 64 == 3, ids % 4),
