@@ -199,6 +199,10 @@ class ModelConfig:
         """Whether a layer's feed-forward is experts. Depths of multi-token prediction have layers like the last one."""
         return self.experts > 0 and layer >= self.dense_layers and (layer + 1) % self.moe_every == 0
 
+    def window_of(self, layer: int) -> int:
+        """Tokens that a token of this layer sees, itself included; 0: all before it."""
+        return self.window if layer >= self.window_from else 0
+
     @property
     def rotary_width(self) -> int:
         """Elements of a head that RoPE turns."""
@@ -229,6 +233,23 @@ class TpConfig:
     sequence: bool = key(True, "sequence parallelism: outside column..row a rank holds its part of the tokens, not all")
     overlap: int = key(1, "pieces in which activations travel, each beside the product of another", at_least=1)
     keep_gathered: bool = key(False, "keep gathered inputs for backward: more memory, one all-gather less")
+
+
+@dataclass(frozen=True)
+class CpConfig:
+    """Context parallelism: ranks that hold parts of the tokens of each sample."""
+
+    degree: int = key(1, "ranks on the cp axis; 1 is off", at_least=1)
+    method: Literal["ring", "ulysses", "all_gather", "hybrid"] = key(
+        "ring",
+        "keys and values travel from rank to rank (ring) or all at once (all_gather); heads are exchanged for tokens "
+        "(ulysses); that among cp.ulysses neighbours and a ring of the rest (hybrid)",
+    )
+    balance: Literal["none", "zigzag", "striped"] = key(
+        "zigzag",
+        "tokens of a rank of the ring: a run of them, two runs that are as far from the middle, or every n-th token",
+    )
+    ulysses: int = key(1, "neighbours that exchange heads for tokens, of cp.degree (hybrid)", at_least=1)
 
 
 @dataclass(frozen=True)
@@ -381,6 +402,7 @@ class RunConfig:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     dp: DpConfig = field(default_factory=DpConfig)
+    cp: CpConfig = field(default_factory=CpConfig)
     tp: TpConfig = field(default_factory=TpConfig)
     ep: EpConfig = field(default_factory=EpConfig)
     data: DataConfig = field(default_factory=DataConfig)

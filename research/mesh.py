@@ -132,6 +132,18 @@ class Mesh:
         others = [a for a in view if a != axis]
         return self._partition(axis, axis, lambda at: tuple(at[a] for a in others))
 
+    def nested(self, axis: str, inner: int) -> tuple[Group, Group]:
+        """A dense axis as two: this rank's group of `inner` neighbours, and its group of those at the same place among
+        theirs."""
+        others = [a for a in DENSE if a != axis]
+
+        def part(which: int) -> Group:
+            return self._partition(
+                axis, (axis, inner, which), lambda at: (*(at[a] for a in others), divmod(at[axis], inner)[which])
+            )
+
+        return part(0), part(1)
+
     def replicas(self, layout: Layout) -> Group:
         """The ranks of this stage that hold the same box: a gradient is summed over them. They get groups of their own,
         so that sums of gradients do not queue with other collectives of the same ranks. The label names the dense axes

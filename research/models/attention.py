@@ -63,6 +63,7 @@ class Attention(Block):
             scale=self.scale,
             window=self.window,
             documents=at.documents,
+            starts=at.starts,
         )
         y = self.seams.row(rearrange(o, "b s n h -> b s (n h)"), self.wo)
         return y + self.bo if self.c.out_bias else y

@@ -29,14 +29,15 @@ class Batch:
     documents: Tensor  # tokens of one sample with the same number are of one document
     numbers: Tensor | None = None  # of each token in its global microbatch, once that is whole no more
     whole_tokens: int = 0  # of the global microbatch
+    starts: Tensor | None = None  # (B, S) of whole samples, on the host: where each token's document begins; once cut
     ahead: tuple[Ahead, ...] = ()  # of each depth of multi-token prediction, depth 1 first
 
     def map(self, f: Callable[[Tensor], Tensor]) -> "Batch":
-        """The batch with `f` applied to every tensor."""
+        """The batch with `f` applied to every tensor of its tokens."""
         numbers = None if self.numbers is None else f(self.numbers)
         cut = (f(self.tokens), f(self.targets), f(self.positions), f(self.documents))
         ahead = tuple(Ahead(f(a.tokens), f(a.targets)) for a in self.ahead)
-        return Batch(*cut, numbers, self.whole_tokens, ahead)
+        return Batch(*cut, numbers, self.whole_tokens, self.starts, ahead)
 
     def numbered(self) -> "Batch":
         """A global microbatch that may now be cut: its tokens carry their numbers, row by row."""

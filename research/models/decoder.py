@@ -151,12 +151,7 @@ class Decoder(nn.Module):
 
 def attention_of(c: ModelConfig, layer: int) -> Attention | LatentAttention:
     kind = LatentAttention if c.attention == "mla" else Attention
-    return kind(c, window_of(c, layer))
-
-
-def window_of(c: ModelConfig, layer: int) -> int:
-    """Tokens that a token of this layer sees, itself included; 0: all before it."""
-    return c.window if layer >= c.window_from else 0
+    return kind(c, c.window_of(layer))
 
 
 def specs(model: nn.Module) -> dict[str, Spec]:

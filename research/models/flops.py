@@ -11,7 +11,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from research.config import ModelConfig
-from research.models.decoder import window_of
 from research.models.params import Spec
 
 
@@ -37,7 +36,7 @@ def flops_by_part(c: ModelConfig, declared: Mapping[str, Spec], sequence: int, c
             met = spec.numel * c.top_k // c.experts if "expert" in spec.dims else spec.numel
             parts[".".join(name.split(".")[:2]) if name.startswith("layers.") else "head"] += 6 * met
     for layer, part in [*enumerate(list(parts)[1:-1]), *[(c.layers - 1, "head")] * c.mtp_depth]:
-        window = min(window_of(c, layer) or sequence, sequence)
+        window = min(c.window_of(layer) or sequence, sequence)
         seen = Fraction(2 * window * sequence - window**2, 2 * sequence) if causal else sequence
         parts[part] += int(6 * c.heads * (c.head_dim + c.value_width) * seen)
     return parts

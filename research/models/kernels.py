@@ -63,6 +63,28 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int =
     return o[..., :width]
 
 
+def flash_attn_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """q (B, H, S, h), k and v (B, G, T, h) -> output (B, H, S, h) and log-sum-exp (B, H, S), by flash-attn."""
+    from flash_attn.flash_attn_interface import _flash_attn_forward
+
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    o, lse, *_ = _flash_attn_forward(q, k, v, 0.0, scale, causal, -1, -1, 0.0, None, False)
+    return o.transpose(1, 2), lse
+
+
+def flash_attn_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, in their shapes."""
+    from flash_attn.flash_attn_interface import _flash_attn_backward
+
+    do, q, k, v, o = (t.transpose(1, 2) for t in (do, q, k, v, o))
+    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    about = 0.0, scale, causal, -1, -1, 0.0, None, False
+    _flash_attn_backward(do.contiguous(), q, k, v, o, lse.contiguous(), dq, dk, dv, *about)
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
 def causal_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = 0, documents: Tensor | None = None
 ) -> Tensor:

@@ -63,4 +63,5 @@ class LatentAttention(Block):
         made = rearrange(made, "b s (n e) -> b s n e", e=self.plain + self.c.value_dim)
         plain, v = made.split([self.plain, self.c.value_dim], -1)
         k = torch.cat([key.expand(-1, -1, made.shape[2], -1), plain], -1)
-        return self.seams.attend(q, k, v, at.positions, scale=self.scale, window=self.window, documents=at.documents)
+        about = {"scale": self.scale, "window": self.window, "documents": at.documents, "starts": at.starts}
+        return self.seams.attend(q, k, v, at.positions, **about)

@@ -34,12 +34,14 @@ class Places(NamedTuple):
     rotary: Rotary
     numbers: Tensor | None  # (B, S) in the global microbatch, where experts have a capacity, or a load that is given
     whole_tokens: int  # of the global microbatch
+    starts: Tensor | None = None  # of the batch
 
 
 def places(batch: Batch, c: ModelConfig, dtype: torch.dtype) -> Places:
     documents = batch.documents if c.document_mask else None
     numbers = batch.numbers if c.capacity or c.load != "routed" else None
-    return Places(batch.positions, documents, rotary(batch.positions, c, dtype), numbers, batch.whole_tokens)
+    turns = rotary(batch.positions, c, dtype)
+    return Places(batch.positions, documents, turns, numbers, batch.whole_tokens, batch.starts)
 
 
 def rotary(positions: Tensor, c: ModelConfig, dtype: torch.dtype) -> Rotary:

@@ -40,10 +40,11 @@ def attend(
     scale: float,
     window: int = 0,
     documents: Tensor | None = None,
+    starts: Tensor | None = None,
 ) -> Tensor:
     """(B, S, H, h), (B, S, G, h), (B, S, G, v), (B, S) -> (B, S, H, v); a token sees those up to its own, or the last
     `window` of them where that is not 0, and where `documents` (B, S) are given those of its own document alone. One
-    device holds whole samples in order: positions decide nothing here."""
+    device holds whole samples in order: positions decide nothing here, nor do `starts` (of the whole `Batch`)."""
     return causal_attention(q, k, v, scale, window, documents)
 
 
@@ -178,7 +179,15 @@ class Seams:
 
 
 def attend_flash(
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, *, scale: float, window: int = 0, documents: None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    documents: None = None,
+    starts: None = None,
 ) -> Tensor:
     """`attend` with the flash-attn kernel."""
     return flash_attention(q, k, v, scale, window)

@@ -8,6 +8,7 @@ from research.mesh import Mesh
 from research.models.batch import Batch
 from research.models.kernels import Products
 from research.models.seams import Seam
+from research.parallel.cp import ContextParallel
 from research.parallel.dp import DataParallel
 from research.parallel.ep import ExpertParallel
 from research.parallel.tp import TensorParallel
@@ -36,7 +37,7 @@ class Axis(Protocol):
         ...
 
 
-AXES: tuple[Axis, ...] = (DataParallel(), TensorParallel(), ExpertParallel())
+AXES: tuple[Axis, ...] = (DataParallel(), ContextParallel(), TensorParallel(), ExpertParallel())
 
 
 def problems(config: RunConfig) -> Iterator[Problem]:

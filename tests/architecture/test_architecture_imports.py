@@ -25,8 +25,8 @@ MAY_IMPORT = {
     "research.record": "config settings files",
     "research.models": "config models",
     "research.data": "config files data models.batch",
-    # and its own folder
-    "research.parallel": "config mesh comm models.batch models.seams models.kernels models.recompute train.action",
+    "research.parallel": "config mesh comm models.batch models.seams models.kernels models.partial_attention "
+    "models.recompute train.action",  # and its own folder
     "research.parallel.axis": "config mesh models.batch models.kernels models.seams parallel",
     "research.built": "mesh models.decoder models.params",
     "research.build": "built config mesh comm models parallel.axis",

@@ -15,7 +15,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from research.models import attention, decoder, layers, rope, seams
+from research.config import ModelConfig
+from research.models import attention, layers, rope, seams
 from research.models.kernels import causal_attention
 from tests.models.hugging_face import LENGTH, TOLERANCE, VOCAB, worst
 
@@ -138,7 +139,7 @@ def test_planted_faults(monkeypatch):
 
     windowed = "qwen2, window from the second layer"
     assert fails(seams, "causal_attention", one_more, windowed)
-    assert fails(decoder, "window_of", lambda c, layer: c.window, windowed)
+    assert fails(ModelConfig, "window_of", lambda c, layer: c.window, windowed)
     assert fails(layers.RMSNorm, "forward", lambda self, x: F.rms_norm(x, x.shape[-1:], self.weight, 0.1), "qwen3")
     assert fails(attention, "rotate", lambda x, r: rope.rotate(x, rope.Rotary(r.cos, -r.sin.roll(1, -1))), "llama")
 
