@@ -31,18 +31,28 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class Pending:
-    """A collective under way. Its tensors must not be touched before `wait`, which times the standstill."""
+    """A collective under way. Its tensors must not be touched before `wait`, which times the standstill and then does
+    what is left (`last`)."""
 
-    def __init__(self, group: Group, result: Tensor, work: dist.Work | None, given: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        group: Group,
+        result: Tensor,
+        work: dist.Work | None,
+        given: Tensor | None = None,
+        last: Callable[[], object] | None = None,
+    ) -> None:
         self.result = result
-        self._group, self._work, self._given = group, work, given
+        self._group, self._work, self._given, self._last = group, work, given, last
 
     def wait(self) -> Tensor:
         if self._work is not None:
             axis = self._group.axis
             with record_function(f"wait for {axis}"), self._group.ledger.waiting(axis, self.result.device):
                 self._work.wait()
-            self._work = self._given = None
+            if self._last is not None:
+                self._last()
+            self._work = self._given = self._last = None
         return self.result
 
 
@@ -108,6 +118,11 @@ def start_reduce_scatter(x: Tensor, group: Group, purpose: str) -> Pending:
     out = x.new_empty(x.shape[1:])
     _count(group, purpose, "reduce_scatter", Fraction((group.size - 1) * out.numel()), x)
     with record_function(f"{group.axis}: {purpose}"):
+        if dist.get_backend(group.process_group) == dist.Backend.GLOO:
+            # Its own is an all-reduce of everything, and rounds bfloat16 at every hop; this sum rounds once.
+            parts = torch.empty_like(x)
+            work = dist.all_to_all_single(parts, x, group=group.process_group, async_op=True)
+            return Pending(group, out, work, x, lambda: torch.sum(parts, 0, out=out))
         flat = x.view(-1, *out.shape[1:]) if out.dim() else x
         return Pending(group, out, _reduce_scatter(out, flat, group=group.process_group, async_op=True), x)
 

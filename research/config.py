@@ -219,10 +219,20 @@ class DpConfig:
     """Data parallelism: ranks that hold the same weights and take different rows of the batch."""
 
     degree: int = key(-1, "ranks on the dp axis; -1 takes what the world leaves over, 1 where no world is stated")
+    zero: Literal[0, 1, 2, 3] = key(
+        0, "what is cut over the ranks: 1 masters and moments, 2 gradients as well, 3 parameters as well (ZeRO)"
+    )
+    replicas: int = key(1, "parts of the dp axis that each hold everything, cut inside (hybrid sharding)", at_least=1)
+    keep_gathered: bool = key(False, "keep gathered parameters for backward: more memory, one all-gather less")
+    grad_dtype: Literal["float32", "bfloat16"] = key("float32", "of gradient sums; float64 in a float64 run")
 
     def problems(self) -> Iterator[Problem]:
         if self.degree < 1 and self.degree != -1:
             yield Problem("dp.degree", self.degree, "is not a number of ranks", "-1 or at least 1")
+        if self.replicas > 1 and self.zero == 0:
+            yield Problem("dp.replicas", self.replicas, "has nothing to replicate with dp.zero=0", "1")
+        if self.keep_gathered and self.zero < 3:
+            yield Problem("dp.keep_gathered", True, f"has nothing to keep with dp.zero={self.zero}", "false")
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,13 @@ class Ledger:
         return label
 
     @contextmanager
+    def buffers(self) -> Iterator[None]:
+        """What is allocated here is for communication."""
+        before, self.allocates = self.allocates, "communication"
+        yield
+        self.allocates = before
+
+    @contextmanager
     def waiting(self, axis: str, device: torch.device) -> Iterator[None]:
         """Time in which compute stands still for `axis`: host time on CPU, stream time on CUDA (no sync here). An
         evaluation is no part of a step, so it is not timed."""

@@ -149,7 +149,30 @@ class Mesh:
         so that sums of gradients do not queue with other collectives of the same ranks. The label names the dense axes
         along which copies lie: "dp", "dp*cp", ..
         """
-        group = self._partition("", layout, lambda at: (at["pp"], layout.box(at)))
+        return self._labelled(self._partition("", layout, lambda at: (at["pp"], layout.box(at))))
+
+    def shards(self, layout: Layout, parts: int, use: str = "") -> Group:
+        """Those of `replicas(layout)` on the same one of as many `parts` of the dp axis: a box is cut once more over
+        them. Each `use` has groups of its own, so that what is sent for it does not queue with the rest."""
+        part = self.sizes["dp"] // parts
+        group = self._partition(
+            use, ("shards", use, parts, layout), lambda at: (at["pp"], layout.box(at), at["dp"] // part)
+        )
+        return self._labelled(group)
+
+    def shard_copies(self, layout: Layout, parts: int) -> Group:
+        """Those that hold the same cut of a box, one on each of the `parts` of the dp axis."""
+        part = self.sizes["dp"] // parts
+        places: dict[Hashable, int] = {}  # ranks met so far, by box and part
+
+        def color(at: Coordinates) -> Hashable:
+            inside = at["pp"], layout.box(at), at["dp"] // part
+            places[inside] = places.get(inside, -1) + 1
+            return *inside[:2], places[inside]
+
+        return self._labelled(self._partition("", ("copies", parts, layout), color))
+
+    def _labelled(self, group: Group) -> Group:
         places = [self.coordinates(r) for r in group.ranks]
         along = [axis for axis in DENSE if len({at[axis] for at in places}) > 1]
         return dataclasses.replace(group, axis="*".join(along) or "dp")
@@ -158,9 +181,10 @@ class Mesh:
         """Ranks of one color share a group; ranks that meet again for the same axis share it again."""
         if name not in self._partitions:
             classes: dict[Hashable, list[int]] = {}
-            for rank in range(self.world):
-                classes.setdefault(color(self.coordinates(rank)), []).append(rank)
-            mine = tuple(classes[color(self.at)])
+            colors = [color(self.coordinates(rank)) for rank in range(self.world)]
+            for rank, of_rank in enumerate(colors):
+                classes.setdefault(of_rank, []).append(rank)
+            mine = tuple(classes[colors[self.rank]])
             for ranks in [mine] if self._fake else map(tuple, classes.values()):
                 if (axis, ranks) not in self._made:
                     self._made[axis, ranks] = self._new_group(axis, ranks)

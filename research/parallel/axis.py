@@ -1,8 +1,11 @@
 """What an axis is, and the list of those that exist. Each axis is one folder beside this file."""
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+import torch
+
+from research.built import Built
 from research.config import Problem, RunConfig
 from research.mesh import Mesh
 from research.models.batch import Batch
@@ -12,6 +15,7 @@ from research.parallel.cp import ContextParallel
 from research.parallel.dp import DataParallel
 from research.parallel.ep import ExpertParallel
 from research.parallel.tp import TensorParallel
+from research.train.storage import Storage
 
 
 class Axis(Protocol):
@@ -37,6 +41,13 @@ class Axis(Protocol):
         ...
 
 
+@runtime_checkable
+class Stores(Protocol):
+    """An axis that keeps training state in its own way."""
+
+    def storage(self, config: RunConfig, built: Built, device: torch.device) -> Storage: ...
+
+
 AXES: tuple[Axis, ...] = (DataParallel(), ContextParallel(), TensorParallel(), ExpertParallel())
 
 
@@ -52,3 +63,11 @@ def cut_batch(batch: Batch, config: RunConfig, mesh: Mesh) -> Batch:
     for axis in AXES:
         batch = axis.cut_batch(batch, config, mesh)
     return batch
+
+
+def storage(config: RunConfig, built: Built, device: torch.device) -> Storage:
+    """The training state of this rank, kept by the axis that cares for it; otherwise whole."""
+    for axis in AXES:
+        if isinstance(axis, Stores):
+            return axis.storage(config, built, device)
+    return Storage(built, config.train, device)

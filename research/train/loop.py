@@ -16,10 +16,9 @@ from research.config import RunConfig, TrainConfig
 from research.data.batches import HeldOut
 from research.mesh import Mesh
 from research.models.batch import Batch
-from research.parallel.axis import cut_batch
+from research.parallel.axis import cut_batch, storage
 from research.train.executor import Denominators, execute, forward_only, one_stage
 from research.train.optim import learning_rate, move_biases
-from research.train.storage import Storage
 
 MOST_SKIPPED = 100  # non-finite steps in a row
 GlobalMicrobatches = Callable[[int], Sequence[Batch]]  # step -> the global microbatches of that step
@@ -64,7 +63,7 @@ class Trainer:
         self.config, self.mesh, self.device = config, mesh, device
         self.world = mesh.group("world")
         self.built = build(config, mesh, device)
-        self.storage = Storage(self.built, config.train, device)
+        self.storage = storage(config, self.built, device)
         self.actions = one_stage(config.train.microbatches)
         self.skipped_in_a_row = 0
         self.loads: dict[str, Tensor] = {}  # of the last step, by MoE layer: chosen and dropped (2, E)

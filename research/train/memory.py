@@ -24,7 +24,7 @@ class MemoryMeter(TorchDispatchMode):
     def __init__(self, known: Mapping[str, Iterable[Tensor]], ledger: Ledger) -> None:
         super().__init__()
         self._ledger = ledger
-        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], str, int]] = {}  # with category and bytes
         self._live: Counter[str] = Counter()
         self.peak: dict[str, int] = {}  # by category, in the fullest moment
         for category, tensors in known.items():
@@ -41,17 +41,33 @@ class MemoryMeter(TorchDispatchMode):
     def _see(self, tensor: Tensor, category: str) -> None:
         storage = tensor.untyped_storage()
         key, nbytes = storage._cdata, storage.nbytes()
-        if key in self._alive or not nbytes:
-            return
+        if key in self._alive:
+            grown = self._resize(key, nbytes)
+        elif grown := nbytes > 0:
 
-        def released(_: object) -> None:
-            del self._alive[key]
-            self._live[category] -= nbytes
+            def released(_: object) -> None:
+                self._resize(key, 0)
+                del self._alive[key]
 
-        self._alive[key] = weakref.ref(storage, released)
-        self._live[category] += nbytes
-        if self._live.total() > sum(self.peak.values()):
-            self.peak = dict(self._live)
+            self._alive[key] = weakref.ref(storage, released), category, nbytes
+            self._live[category] += nbytes
+        if grown and self._live.total() > sum(self.peak.values()):
+            self._look_again()
+            if self._live.total() > sum(self.peak.values()):
+                self.peak = dict(self._live)
+
+    def _resize(self, key: int, nbytes: int) -> bool:
+        """Whether it has grown."""
+        reference, category, before = self._alive[key]
+        self._live[category] += nbytes - before
+        self._alive[key] = reference, category, nbytes
+        return nbytes > before
+
+    def _look_again(self) -> None:
+        """Buffers may have shrunk since they were seen: no operation tells."""
+        for key, (reference, category, _) in list(self._alive.items()):
+            if category == "communication" and (storage := reference()) is not None:
+                self._resize(key, storage.nbytes())
 
 
 CATEGORIES = ("parameters", "master", "gradients", "optimizer", "activations", "communication")

@@ -5,7 +5,7 @@ replicas as soon as it is complete, beside the rest of the backward.
 """
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -34,15 +34,28 @@ class Bucket:
 
     group: Group
     stage: int
-    held: list[Held]
-    flat: Tensor
-    missing: int = 0  # parameters whose gradient a backward has not reached yet
-    reduced: int = 0  # reductions of this step that have been started
-    pending: comm.Pending | None = field(default=None, repr=False)
+    held: Mapping[str, Held]  # by full name
+    flat: Tensor  # the gradients that the optimizer reads
+    missing: int = field(default=0, init=False)  # parameters whose gradient a backward has not reached yet
+    reduced: int = field(default=0, init=False)  # reductions of this step that have been started
+    pending: comm.Pending | None = field(default=None, init=False, repr=False)
 
-    @property
-    def names(self) -> list[str]:
-        return [held.name for held in self.held]
+    def add(self, name: str, grad: Tensor) -> None:
+        """Add a microbatch's gradient."""
+        self.held[name].grad.add_(grad)
+
+    def reduce(self, last: bool) -> None:
+        """Start the sum over ranks; `last`: no other one follows in this step."""
+        self.pending = comm.start_all_reduce(self.flat, self.group, "gradients")
+
+    def finish(self) -> None:
+        """Wait until `flat` is the sum."""
+        if self.pending is not None:
+            self.pending.wait()
+            self.pending = None
+
+    def clear(self) -> None:
+        self.flat.zero_()
 
 
 class Storage:
@@ -54,38 +67,56 @@ class Storage:
     completes first. At `end_backward` those that were not reached travel as they are.
     """
 
-    def __init__(self, built: Built, config: TrainConfig, device: torch.device) -> None:
-        self.built, self.config, self.device = built, config, device
+    buckets: Sequence[Bucket]
+    held: Mapping[str, Held]  # by full name
+
+    def __init__(
+        self,
+        built: Built,
+        config: TrainConfig,
+        device: torch.device,
+        grad_dtype: torch.dtype | None = None,
+        each: bool = False,
+    ) -> None:
+        """`grad_dtype`: of sums of gradients; None: as of masters. `each`: reduce after every microbatch, not once a
+        step."""
+        self.built, self.config, self.device, self._each = built, config, device, each
         self.dtype = torch.float64 if config.dtype == "float64" else torch.float32  # of masters, moments, losses
-        self.grad_dtype = self.dtype
+        self.grad_dtype = grad_dtype or self.dtype
         self._parameters = {n: p for n, p in built.model.named_parameters() if p.requires_grad}
         self.buckets = [self._bucket(names) for names in self._plan()]
-        self.held = {held.name: held for bucket in self.buckets for held in bucket.held}
-        self._of: dict[Tensor, tuple[Held, Bucket]] = {
-            held.used: (held, bucket) for bucket in self.buckets for held in bucket.held
+        self.held = {name: held for bucket in self.buckets for name, held in bucket.held.items()}
+        self._of: dict[Tensor, tuple[str, Bucket]] = {
+            held.used: (name, bucket) for bucket in self.buckets for name, held in bucket.held.items()
         }
         self._on = {s: [b for b in self.buckets if b.stage == s] for s in {b.stage for b in self.buckets}}
         self._owed = Counter(dict.fromkeys(self._on, 0))  # reductions of this step that are due so far, by stage
-        self._counts = False  # whether the gradients that now arrive complete a bucket
+        self._counts = self._last = False  # of the backward under way: what arrives completes buckets; it is the last
         for parameter in self._of:
             parameter.register_post_accumulate_grad_hook(self._arrived)
-        self.optimizer = adamw(config, [(h.master, built.specs[h.name].decays) for h in self.held.values()])
+        self.optimizer = adamw(config, [(h.master, built.specs[n].decays) for n, h in self.held.items()])
 
     def _plan(self) -> list[list[str]]:
         """Names by bucket, in reverse order of definition, as backward meets them: the same on every rank."""
-        limit = self.config.bucket_mib * 2**20
         filling: dict[Hashable, list[str]] = {}
         sizes: dict[Hashable, float] = {}
         planned: list[list[str]] = []
         for name in reversed(self._parameters):
-            key = self._stage(name), self.built.replicas[name].ranks
-            nbytes = self._parameters[name].numel() * self.grad_dtype.itemsize
-            if key not in filling or sizes[key] + nbytes > limit:
+            key, nbytes = self._together(name), self._parameters[name].numel() * self.grad_dtype.itemsize
+            if key not in filling or sizes[key] + nbytes > self._limit():
                 planned.append([])
                 filling[key], sizes[key] = planned[-1], 0
             filling[key].append(name)
             sizes[key] += nbytes
         return planned
+
+    def _limit(self) -> float:
+        """Bytes of gradients in one bucket, at most."""
+        return self.config.bucket_mib * 2**20
+
+    def _together(self, name: str) -> Hashable:
+        """Parameters may share a bucket where this is the same."""
+        return self._stage(name), self.built.replicas[name].ranks
 
     def _stage(self, name: str) -> int:
         return self.built.stages.get(name, 0)
@@ -93,38 +124,41 @@ class Storage:
     def _bucket(self, names: Sequence[str]) -> Bucket:
         sizes = [self._parameters[n].numel() for n in names]
         flat = torch.zeros(sum(sizes), dtype=self.grad_dtype, device=self.device)
-        held = []
+        held = {}
         for name, view in zip(names, flat.split(sizes), strict=True):
             used = self._parameters[name]
             master = used.detach()
             self._cast(name)
-            held.append(Held(name, used, master, view.view_as(used)))
+            held[name] = Held(name, used, master, view.view_as(used))
         return Bucket(self.built.replicas[names[0]], self._stage(names[0]), held, flat)
 
     def _cast(self, name: str) -> None:
         """Make a parameter what forward uses."""
-        used, dtype = self._parameters[name], DTYPES[self.config.dtype]
-        if used.dtype != dtype and not self.built.specs[name].keep_float32:
+        used = self._parameters[name]
+        if used.dtype != (dtype := self._used_dtype(name)):
             used.data = used.detach().to(dtype)
+
+    def _used_dtype(self, name: str) -> torch.dtype:
+        return self.dtype if self.built.specs[name].keep_float32 else DTYPES[self.config.dtype]
 
     def begin_forward(self, stage: int) -> None:
         """Before the forward of a microbatch on a stage: all weights are here."""
 
     def begin_backward(self, stage: int, last: bool) -> None:
         """Before a backward (BW or B) of a microbatch on a stage; `last`: the last one on it."""
-        self._counts = last
+        self._counts, self._last = last or self._each, last
         for bucket in self._on.get(stage, ()):
             bucket.missing = len(bucket.held)
 
     def accumulate(self, parameter: nn.Parameter | str, grad: Tensor) -> None:
         """Add a gradient that was put off to W."""
-        held, bucket = self._of[self._parameters[parameter] if isinstance(parameter, str) else parameter]
-        self._add(held, bucket, grad)
+        name, bucket = self._of[self._parameters[parameter] if isinstance(parameter, str) else parameter]
+        bucket.add(name, grad)
 
     def end_backward(self, stage: int, last: bool) -> None:
         """All gradients of a microbatch on a stage are in."""
-        self._counts = False
-        if last:
+        self._counts, self._last = False, last
+        if last or self._each:
             self._owed[stage] += 1
             self._start(stage, force=True)
 
@@ -134,7 +168,7 @@ class Storage:
             if not owed:  # no backward came by
                 self.end_backward(stage, last=True)
         for bucket in self.buckets:
-            self._finish(bucket)
+            bucket.finish()
             bucket.reduced = 0
         self._owed = Counter(dict.fromkeys(self._on, 0))
 
@@ -143,14 +177,11 @@ class Storage:
         grad, used.grad = used.grad, None
         if grad is None:
             return
-        held, bucket = self._of[used]
-        self._add(held, bucket, grad)
+        name, bucket = self._of[used]
+        bucket.add(name, grad)
         if self._counts:
             bucket.missing -= 1
             self._start(bucket.stage)
-
-    def _add(self, held: Held, bucket: Bucket, grad: Tensor) -> None:
-        held.grad.add_(grad)
 
     def _start(self, stage: int, force: bool = False) -> None:
         """Start the reductions of a stage in their order: of complete buckets, or all that are due."""
@@ -163,21 +194,20 @@ class Storage:
             bucket.reduced += 1
 
     def _reduce(self, bucket: Bucket) -> None:
-        bucket.pending = comm.start_all_reduce(bucket.flat, bucket.group, "gradients")
-
-    def _finish(self, bucket: Bucket) -> None:
-        if bucket.pending is not None:
-            bucket.pending.wait()
-            bucket.pending = None
+        bucket.reduce(self._last)
 
     def gradients(self) -> Iterator[tuple[str, Box, Tensor]]:
         """Full name, box and local gradient of each parameter, after the reduction and before clipping."""
-        return ((n, self.built.layouts[n].box(self.built.mesh.at), h.grad) for n, h in self.held.items())
+        return ((name, self._box(name), held.grad) for name, held in self.held.items())
 
     def weights(self) -> Iterator[tuple[str, Box, Tensor]]:
         """Full name, box and local master weight of each parameter, those without a gradient last."""
         masters = {n: h.master for n, h in self.held.items()} | self._untrained()
-        return ((n, self.built.layouts[n].box(self.built.mesh.at), master) for n, master in masters.items())
+        return ((name, self._box(name), master) for name, master in masters.items())
+
+    def _box(self, name: str) -> Box:
+        """What this rank holds of a parameter's master, moments and gradient."""
+        return self.built.layouts[name].box(self.built.mesh.at)
 
     def _untrained(self) -> dict[str, Tensor]:
         """Parameters that have no gradient: used as they are, never cast."""
@@ -199,14 +229,19 @@ class Storage:
                 bucket.flat.mul_(scale)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        for held in self.held.values():
-            held.master.grad = held.grad
         # The fused kernel skips on the device where this is not 0: what torch's GradScaler relies on.
         self.optimizer.found_inf = (~good).float()  # type: ignore[attr-defined]
-        self.optimizer.step()
+        # It reads gradients of the master's dtype. Narrower ones are widened by buckets, not all at once.
+        turns = [self.held] if self.grad_dtype == self.dtype else [bucket.held for bucket in self.buckets]
+        for turn in turns:
+            for held in turn.values():
+                held.master.grad = held.grad.to(held.master.dtype)
+            self.optimizer.step()
+            for held in turn.values():
+                held.master.grad = None
         self.publish()
         for bucket in self.buckets:
-            bucket.flat.zero_()
+            bucket.clear()
 
     def publish(self) -> None:
         """Masters have changed: what forward uses follows them."""
@@ -230,7 +265,7 @@ class Storage:
         moments = (t for state in self.optimizer.state.values() for t in state.values())
         return {
             "parameters": [*(h.used for h in self.held.values()), *self._untrained().values()],
-            "master": [h.master for h in self.held.values() if h.used.data_ptr() != h.master.data_ptr()],
+            "master": [h.master for h in self.held.values()],  # where it is not the parameter itself
             "gradients": [b.flat for b in self.buckets],
             "optimizer": [t for t in moments if isinstance(t, Tensor)],
         }

@@ -37,9 +37,9 @@ def test_a_value_that_cannot_be_read(refused, value: str) -> None:
         ("train.dim", "is not a key, did you mean model.dim?; legal: model.dim"),
         ("model.dim.x", "is not a key, did you mean model.dim?; legal: model.dim"),
         ("dp.dgree", "is not a key, did you mean dp.degree?; legal: dp.degree"),
-        ("dp.x", "is not a key; legal: dp.degree"),
+        ("dp.x", "is not a key; legal: dp.degree, dp.zero, dp.replicas, dp.keep_gathered, dp.grad_dtype"),
         ("x.y", f"is not a key; legal: {SECTIONS}"),
-        ("dp", "is a section, not a key; legal: dp.degree"),
+        ("dp", "is a section, not a key; legal: dp.degree, dp.zero, dp.replicas, dp.keep_gathered, dp.grad_dtype"),
     ],
 )
 def test_an_unknown_key_is_told_with_the_nearest(refused, name: str, told: str) -> None:

@@ -143,9 +143,9 @@ def test_planted_ranks_drop_by_themselves(prove, monkeypatch):
 
 def test_planted_bucket_reduced_before_its_last_gradient(prove, monkeypatch):
     def hasty(self, stage, last):
-        self._counts = last
+        self._counts = self._last = last
         for bucket in self.buckets:
-            bucket.missing = len(bucket.names) - 1
+            bucket.missing = len(bucket.held) - 1
 
     def at_once(x, group, purpose, op=comm.SUM, real=comm.start_all_reduce):
         pending = real(x, group, purpose, op)

@@ -246,7 +246,7 @@ def test_buckets_travel_beside_the_backward(config, monkeypatch):
             lambda p: events.append("embedding")
         )
         trainer.backward(batches_of(config)(0))
-        return events, [b.names for b in trainer.storage.buckets]
+        return events, [list(b.held) for b in trainer.storage.buckets]
 
     for events, names in start(body, 2, config.launch, LIMIT_S):
         started = [e for e in events if e != "embedding"]
