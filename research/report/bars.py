@@ -17,44 +17,53 @@ CATEGORIES = ("parameters", "master", "gradients", "optimizer", "activations", "
 
 
 def memory(rows: Iterable[Row], order: Sequence[str] | None = None) -> Figure:
-    """Peak of the rank that needs most, MiB: a bar an arm, a piece a category. Raises ValueError without rows."""
+    """`peaks` as bars. Raises ValueError without rows."""
+    return stacked(peaks(rows, order), "peak memory of a rank in a step (MiB)")
+
+
+def peaks(rows: Iterable[Row], order: Sequence[str] | None = None) -> pd.DataFrame:
+    """The fullest moment of a step, of the rank that needs most, MiB: a line an arm, a column a category, in the order
+    of a step. Raises ValueError without rows."""
     found = lines(rows, order)
     kinds = [*CATEGORIES, *sorted({c for line in found for c in line.rows[0].peak_bytes} - {*CATEGORIES})]
-    return _stacked(found, lambda r: r.peak_bytes, kinds, "peak memory of a rank in a step (MiB)")
+    return _parts(found, lambda r: r.peak_bytes, kinds)
 
 
 def traffic(rows: Iterable[Row], order: Sequence[str] | None = None) -> Figure:
-    """What one rank receives in a step, MiB: a bar an arm, a piece an axis. Raises ValueError without rows."""
+    """`received` as bars. Raises ValueError without rows."""
+    return stacked(received(rows, order), "received by a rank in a step (MiB)")
+
+
+def received(rows: Iterable[Row], order: Sequence[str] | None = None) -> pd.DataFrame:
+    """What one rank receives in a step, MiB: a line an arm, a column an axis. Raises ValueError without rows."""
     found = lines(rows, order)
     axes = sorted({axis for line in found for axis in line.rows[0].comm_bytes})
-    return _stacked(found, axis_bytes, axes, "received by a rank in a step (MiB)")
+    return _parts(found, lambda r: {axis: sum(labels.values()) for axis, labels in r.comm_bytes.items()}, axes)
 
 
-def axis_bytes(row: Row) -> dict[str, float]:
-    """Bytes that one rank receives in a step, by axis."""
-    return {axis: sum(labels.values()) for axis, labels in row.comm_bytes.items()}
+def _parts(found: Sequence[Line], of: Callable[[Row], Mapping[str, float]], pieces: Sequence[str]) -> pd.DataFrame:
+    """Mean over seeds, in MiB. A piece that no line has is left out."""
+    columns = {p: [line.mean(lambda r, p=p: of(r).get(p, 0.0)) / MIB for line in found] for p in pieces}  # type: ignore[misc]
+    table = pd.DataFrame(columns, index=pd.Index([line.name for line in found], name="arm"))
+    return table.loc[:, table.any()]
 
 
-def _stacked(
-    found: Sequence[Line], of: Callable[[Row], Mapping[str, float]], pieces: Sequence[str], label: str
-) -> Figure:
-    """Mean over seeds. A piece that no line has is left out."""
-    figure = Figure(figsize=(7.2, 1.5 + 0.36 * len(found)), layout="constrained")
+def stacked(table: pd.DataFrame, label: str) -> Figure:
+    """A bar for each line of the table, a piece for each column, and the sum behind it."""
+    figure = Figure(figsize=(7.2, 1.5 + 0.36 * len(table)), layout="constrained")
     axes = figure.subplots()
-    left = np.zeros(len(found))
-    for i, piece in enumerate(pieces):
-        sizes = np.array([line.mean(lambda r, p=piece: of(r).get(p, 0.0)) for line in found]) / MIB  # type: ignore[misc]
-        if sizes.any():
-            axes.barh(range(len(found)), sizes, left=left, color=COLOURS[i % len(COLOURS)], label=piece, height=0.7)
-            left += sizes
+    left = np.zeros(len(table))
+    for i, piece in enumerate(table):
+        axes.barh(range(len(table)), table[piece], left=left, color=COLOURS[i % len(COLOURS)], label=piece, height=0.7)
+        left += table[piece].to_numpy()
     for place, total in enumerate(left):
         tip = (total, place)
         axes.annotate(f"{total:,.3g}", tip, (4, 0), textcoords="offset points", va="center", fontsize="small")
-    axes.set(xlabel=label, yticks=range(len(found)), yticklabels=[line.name for line in found])
-    axes.set_ylim(len(found) - 0.5, -0.5)
+    axes.set(xlabel=label, yticks=range(len(table)), yticklabels=table.index)
+    axes.set_ylim(len(table) - 0.5, -0.5)
     axes.margins(x=0.12)
     _quiet(axes)
-    if left.any():
+    if len(table.columns):
         figure.legend(loc="outside upper center", ncols=6, fontsize="small", frameon=False)
     return figure
 
@@ -84,6 +93,22 @@ def load_of(row: Row) -> pd.DataFrame:
     """A line for each MoE layer, a column for each expert: its choices over the mean of the layer."""
     choices = pd.DataFrame.from_dict(row.expert_choices, orient="index")
     return choices.div(choices.mean(axis=1), axis=0).rename_axis("layer").rename_axis("expert", axis=1)
+
+
+def heat(table: pd.DataFrame, label: str) -> Figure:
+    """A table of numbers as a map, each cell with its number."""
+    values = table.to_numpy(dtype=float)
+    lines, columns = values.shape
+    figure = Figure(figsize=(1.6 + 0.62 * columns, 1.2 + 0.45 * lines), layout="constrained")
+    axes = figure.subplots()
+    image = axes.imshow(values, cmap="Blues", vmin=0, aspect="auto")
+    for (i, j), value in np.ndenumerate(values):
+        colour = "white" if value > values.max() / 2 else "black"
+        axes.text(j, i, f"{value:,.4g}", ha="center", va="center", color=colour)
+    axes.set(xticks=range(columns), xticklabels=table.columns, yticks=range(lines), yticklabels=table.index)
+    axes.set(xlabel=table.columns.name, ylabel=table.index.name)
+    figure.colorbar(image, label=label)
+    return figure
 
 
 def scatter(table: pd.DataFrame, x: str, y: str, name: str = "arm") -> Figure:

@@ -1,5 +1,6 @@
 """Closed formulas of an axis's traffic beside what runs have counted."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 
@@ -28,3 +29,15 @@ def against(rows: Iterable[Row], axis: str, traffic: Traffic, order: Sequence[st
     }
     index = pd.MultiIndex.from_tuples(lines, names=["arm", "purpose/op/phase"])
     return pd.DataFrame(list(lines.values()), index=index, columns=["by formula", "counted"])
+
+
+def by_formula(configs: Mapping[str, RunConfig], traffic: Traffic) -> pd.DataFrame:
+    """A line for each named config: bytes that one rank receives in a step, a column for each purpose and phase."""
+    lines = {}
+    for name, config in configs.items():
+        line: defaultdict[str, float] = defaultdict(float)
+        for label, nbytes in traffic(config).items():
+            purpose, _, phase = label.split("/")
+            line[f"{purpose}, {phase}"] += float(nbytes)
+        lines[name] = line
+    return pd.DataFrame.from_dict(lines, orient="index").fillna(0.0).rename_axis("layout")

@@ -20,7 +20,7 @@ from research.built import Built
 from research.config import RunConfig
 from research.data.tokens import open_tokens
 from research.launch.process import Place, fake_process_group, process_group, threads
-from research.mesh import Mesh, total_ranks
+from research.mesh import Layout, Mesh, total_ranks
 from research.models.batch import Batch
 from research.models.params import Block
 from research.parallel.axis import cut_batch
@@ -70,7 +70,7 @@ def parameters(config: RunConfig, rank: int = 0) -> pd.DataFrame:
                 ", ".join(spec.dims),
                 spec.shape,
                 spec.numel,
-                ", ".join(f"{d} over {s[0]}" for d, s in zip(spec.dims, built.layouts[name].split, strict=True) if s),
+                _cut(built.layouts[name]),
                 tuple(built.model.get_parameter(name).shape),
                 built.model.get_parameter(name).numel(),
                 built.replicas[name].axis if built.replicas[name].size > 1 else "–",
@@ -97,9 +97,22 @@ def forward_calls(config: RunConfig, batch: Batch, rank: int = 0) -> pd.DataFram
     return pd.DataFrame.from_dict(lines, orient="index", columns=["in", "out", "bytes received"]).pipe(_named)
 
 
+def by_counting(configs: Mapping[str, RunConfig], batch: Batch, rank: int, seam: str) -> "pd.Series[int]":
+    """Bytes that `rank` receives in all calls of one seam in a forward pass, of each named config."""
+    found = {
+        n: forward_calls(config, batch, rank)["bytes received"].xs(seam, level="seam") for n, config in configs.items()
+    }
+    return pd.Series({name: int(received.sum()) for name, received in found.items()}).rename_axis("layout")
+
+
 def side_by_side(calls: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
     """What each seam returns: a line for each call, a column for each layout that calls the same seams."""
     return pd.concat({name: frame["out"] for name, frame in calls.items()}, axis=1)
+
+
+def _cut(layout: Layout) -> str:
+    """Such as heads over tp: the dims that more than one rank share."""
+    return ", ".join(f"{d} over {s[0]}" for d, s in zip(layout.dims, layout.split, strict=True) if s and s[1] > 1)
 
 
 def _named(frame: pd.DataFrame) -> pd.DataFrame:

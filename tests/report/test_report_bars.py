@@ -2,7 +2,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from research.report.bars import axis_bytes, curves, expert_loads, load_of, memory, scatter, traffic
+from research.report.bars import curves, expert_loads, load_of, memory, peaks, received, scatter, stacked, traffic
 
 PEAK = {"parameters": 4 * 2**20, "gradients": 2 * 2**20, "spare": 2**20, "master": 0}
 
@@ -21,15 +21,21 @@ def test_memory_stacks_categories_in_mib_and_leaves_out_what_nobody_has(make_row
     assert [t.get_text() for t in axes.get_yticklabels()] == ["one", "two"]
 
 
+def test_peaks_are_the_bars_as_numbers(make_row):
+    table = peaks([make_row("one", peak_bytes=PEAK)])
+    assert table.loc["one"].to_dict() == {"parameters": 4.0, "gradients": 2.0, "spare": 1.0}
+    assert widths(stacked(table, "MiB")) == {"parameters": [4.0], "gradients": [2.0], "spare": [1.0]}
+
+
 def test_bars_are_means_over_seeds(make_row):
     rows = [make_row("one", seed=s, peak_bytes={"parameters": (s + 1) * 2**20}) for s in (0, 1)]
     assert widths(memory(rows)) == {"parameters": [1.5]}
 
 
 def test_traffic_adds_labels_up_by_axis(make_row):
-    received = {"tp": {"row/a/F": 2.0**20, "column/b/F": 2.0**20}, "dp": {"gradients/c/BW": 2.0**19}}
-    row = make_row("tp2", comm_bytes=received)
-    assert axis_bytes(row) == {"tp": 2.0**21, "dp": 2.0**19}
+    labels = {"tp": {"row/a/F": 2.0**20, "column/b/F": 2.0**20}, "dp": {"gradients/c/BW": 2.0**19}}
+    row = make_row("tp2", comm_bytes=labels)
+    assert received([row]).loc["tp2"].to_dict() == {"tp": 2.0, "dp": 0.5}
     assert widths(traffic([make_row("one", comm_bytes={}), row])) == {"dp": [0.0, 0.5], "tp": [0.0, 2.0]}
 
 

@@ -3,21 +3,26 @@
 import io
 from fractions import Fraction
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from PIL import Image
 
 from experiments.command import CHECKS
 from research import settings
 from research.mesh import Layout, Mesh
+from research.parallel.cp.cost import traffic
 from research.parallel.pp.generate import FAMILIES
 from research.report import trace
-from research.report.formulas import against, config_of
+from research.report.figures import COLOURS
+from research.report.formulas import against, by_formula, config_of
 from research.report.lines import loss_gap
 from research.report.schedules import bubbles, comparison, timelines
 from research.report.small import small
+from research.report.tokens import BALANCES, holders, square, work
 from research.report.topology import groups, holdings, members, picture, places
 
 SIZES = {"pp": 2, "dp": 2, "cp": 2, "tp": 2, "ep": 4}
@@ -95,10 +100,42 @@ def test_bytes_of_a_call_are_its_own_and_add_up_to_the_ledger(load):
         assert received.sum() == sum(built.mesh.ledger.bytes.values())
 
 
+def test_counting_one_seam_says_what_its_formula_says(load):
+    methods = ("ring", "all_gather", "ulysses")
+    configs = {m: load("cp.degree=4", f"cp.method={m}", "train.microbatches=1") for m in methods}
+    batch = trace.first_microbatch(configs["ring"])
+    formulas = by_formula(configs, traffic)
+    told = formulas[[c for c in formulas if c.endswith(", F")]].sum(axis=1)
+    assert trace.by_counting(configs, batch, rank=0, seam="attend").to_dict() == told.to_dict()
+    assert trace.by_counting(configs, batch, rank=3, seam="attend")["ring"] < told["ring"]
+
+
+def test_tokens_have_one_holder_and_pairs_one_worker():
+    for balance in BALANCES:
+        assert np.bincount(holders(balance, 64, 4)).tolist() == [16] * 4
+        assert work(64, 4, [balance]).pairs.sum() == 64 * 65 / 2
+    table = work(64, 4)
+    assert table.loc["zigzag", "over the mean"].tolist() == [1.0] * 4
+    assert table.loc["none", "keys come"].tolist() == [0, 16, 32, 48]
+    assert work(64, 4, ["none"], window=8)["keys come"].tolist() == [0, 7, 7, 7]
+
+
+def test_the_square_is_strong_at_home_pale_away_and_white_where_nothing_is_seen():
+    (axes,) = square(8, 2, ["none"], window=6).axes
+    (image,) = axes.images
+    colours = image.get_array()
+    assert colours[0, 0].tolist() == pytest.approx(to_rgb(COLOURS[0])) and colours[7, 7].tolist() == pytest.approx(
+        to_rgb(COLOURS[1])
+    )
+    assert colours[0, 1].tolist() == colours[7, 1].tolist() == [1.0, 1.0, 1.0]
+    assert all(0 < away < 1 for away in colours[4, 3] - colours[4, 4])
+
+
 def test_parameters_tell_what_a_rank_holds(load):
     table = trace.parameters(load("tp.degree=4"), rank=3)
     assert table.loc["layers.1.attention.wk"].tolist()[1:] == [(16, 64), 1024, "kv_heads over tp", (8, 64), 512, "tp"]
     assert table.loc["layers.1.attention.wq", "copies along"] == "–"
+    assert (table.cut[table.dims.str.contains("expert")] == "").all(), "an axis of degree 1 cuts nothing"
 
 
 def test_training_here_is_training_anywhere(load):
@@ -140,6 +177,19 @@ def test_a_formula_stands_beside_what_was_counted(make_row):
         "row/x/BW": {"by formula": 3.0, "counted": 0.0},
     }
     assert isinstance(table.index, pd.MultiIndex)
+
+
+def test_formulas_of_configs_stand_beside_each_other(load):
+    def traffic(config):
+        return {
+            "row/x/F": Fraction(config.tp.degree),
+            "row/y/F": Fraction(1, 2),
+            **({"a/x/BW": 3} if config.tp.sequence else {}),
+        }
+
+    table = by_formula({"one": load(), "repeated": load("tp.degree=2", "tp.sequence=false")}, traffic)
+    assert table.loc["one"].to_dict() == {"row, F": 1.5, "a, BW": 3.0}
+    assert table.loc["repeated"].to_dict() == {"row, F": 2.5, "a, BW": 0.0}
 
 
 def test_loss_gap_is_the_widest_at_any_step(make_row):
