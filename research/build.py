@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,10 @@ from research.built import Built
 from research.config import RunConfig
 from research.mesh import Box, Group, Layout, Mesh
 from research.models import seams
-from research.models.decoder import Decoder, specs
+from research.models.decoder import Decoder, Parts, names_of, specs
 from research.models.kernels import Products
 from research.models.params import Block, Spec
-from research.parallel.axis import AXES
+from research.parallel.axis import AXES, staged
 
 Values = Callable[[str, Spec, Layout], Tensor]  # a parameter -> this rank's box of it, padded to its local shape
 
@@ -23,12 +23,15 @@ Values = Callable[[str, Spec, Layout], Tensor]  # a parameter -> this rank's box
 def build(config: RunConfig, mesh: Mesh, device: torch.device, values: Values | None = None) -> Built:
     """The model on `device`: with its initial values in float32 (float64 in a float64 run), or with those given."""
     values = values or initial_values(config, mesh, device)
+    held = staged(config).stages(config)  # by pp coordinate
+    here = dict(held[mesh.at["pp"]])
     with torch.device("meta"):
-        model = Decoder(config.model, recompute=config.train.recompute == "full")
-    declared = specs(model)
+        declared = specs(Decoder(config.model))
+        model = Decoder(config.model, config.train.recompute == "full", united(here.values()))
     layouts = {name: layout_of(spec, mesh) for name, spec in declared.items()}
     # Making groups is collective, so every rank makes those of every parameter, in this order.
     replicas = {name: mesh.replicas(layout) for name, layout in layouts.items()}
+    copies = copies_of(held, declared, mesh)
     attached = wired(config, mesh)
     for path, module in model.named_modules():
         if isinstance(module, Block):
@@ -36,7 +39,27 @@ def build(config: RunConfig, mesh: Mesh, device: torch.device, values: Values | 
             for leaf, spec in module.specs.items():
                 name = f"{path}.{leaf}".lstrip(".")
                 setattr(module, leaf, nn.Parameter(values(name, spec, layouts[name]), requires_grad=spec.trained))
-    return Built(model, mesh, declared, layouts, replicas)
+    stages = {n: stage for stage in sorted(here, reverse=True) for n in names_of(here[stage], declared)}
+    return Built(model, mesh, declared, layouts, replicas, attached, here, stages, copies)
+
+
+def united(parts: Iterable[Parts]) -> Parts:
+    found: set[str] = set()
+    for some in parts:
+        if some is None:
+            return None
+        found |= set(some)
+    return found
+
+
+def copies_of(held: Sequence[Mapping[int, Parts]], names: Collection[str], mesh: Mesh) -> dict[str, Group]:
+    """The ranks across stages that hold the same box, of parameters that are here and elsewhere."""
+    holders: dict[str, list[int]] = {name: [] for name in names}
+    for coordinate, stages in enumerate(held):
+        for name in names_of(united(stages.values()), names):
+            holders[name].append(coordinate)
+    groups = {name: mesh.holders(tuple(where)) for name, where in holders.items() if len(where) > 1}
+    return {name: group for name, group in groups.items() if group.size > 1}
 
 
 def layout_of(spec: Spec, mesh: Mesh) -> Layout:

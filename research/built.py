@@ -5,20 +5,30 @@ from dataclasses import dataclass, field
 import torch
 
 from research.mesh import Group, Layout, Mesh
-from research.models.decoder import Decoder
+from research.models.decoder import Decoder, Parts
 from research.models.params import Spec
+from research.models.seams import Seams
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 @dataclass(frozen=True)
 class Built:
-    """The model of this rank. The mappings know every parameter by full name, those that other ranks hold too: making
-    groups is collective, so every rank must go through all layouts."""
+    """The model of this rank: one or several stages. `specs`, `layouts` and `replicas` know every parameter
+    by full name, those that other ranks hold too: making groups is collective, so every rank must go through all
+    layouts."""
 
     model: Decoder
     mesh: Mesh
     specs: dict[str, Spec]
     layouts: dict[str, Layout]
     replicas: dict[str, Group]
-    stages: dict[str, int] = field(default_factory=dict)  # of those that are not on stage 0
+    seams: Seams
+    parts: dict[int, Parts]  # by stage that is here
+    stages: dict[str, int] = field(default_factory=dict)  # of those that are here, but not on stage 0
+    copies: dict[str, Group] = field(default_factory=dict)  # of those that other stages hold too: the ranks across them
+
+    def first_holds(self, name: str) -> bool:
+        """Whether this rank is the first of the pp axis that holds this parameter, so that it counts once."""
+        group = self.copies.get(name)
+        return group is None or group.rank == 0

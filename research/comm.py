@@ -2,7 +2,7 @@
 
 Bytes are those that one rank receives under the bandwidth-optimal algorithm, whatever the backend does:
 all-reduce 2 (n-1)/n of the buffer (Patarasuk and Yuan 2009), all-gather and reduce-scatter (n-1)/n of the larger
-side; all-to-all the rows that others send. A group of one communicates nothing.
+side; all-to-all the rows that others send; a message counts at its receiver. A group of one communicates nothing.
 
 `start_*` begin beside whatever runs until `wait`; those named like an operation are differentiable, and their backward
 is the exact adjoint, counted under the phase that runs it.
@@ -138,6 +138,32 @@ def start_all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], gr
     with record_function(f"{group.axis}: {purpose}"):
         rows = list(received), list(sent)
         return Pending(group, out, dist.all_to_all_single(out, x, *rows, group=group.process_group, async_op=True), x)
+
+
+def start_send(x: Tensor, way: Group) -> Pending:
+    """Send x from the first rank of a way to its last."""
+    x = x.contiguous()
+    way.ledger.sent(way.ranks)
+    with record_function(f"{way.axis}: send"):
+        return Pending(way, x, dist.isend(x, way.ranks[-1], group=way.process_group))
+
+
+class Receiving(Pending):
+    """A message that may be asked for long before it is needed: it counts in the phase that needs it."""
+
+    def __init__(self, way: Group, result: Tensor, work: dist.Work | None, purpose: str) -> None:
+        super().__init__(way, result, work)
+        self._purpose = purpose
+
+    def wait(self) -> Tensor:
+        _count(self._group, self._purpose, "receive", Fraction(self.result.numel()), self.result)
+        return super().wait()
+
+
+def start_receive(out: Tensor, way: Group, purpose: str) -> Receiving:
+    """Receive into `out`, on the last rank of a way, what its first rank sends. In the order in which it sends."""
+    with record_function(f"{way.axis}: {purpose}"):
+        return Receiving(way, out, dist.irecv(out, way.ranks[0], group=way.process_group), purpose)
 
 
 def all_reduce_(x: Tensor, group: Group, purpose: str, op: dist.ReduceOp.RedOpType = SUM) -> Tensor:

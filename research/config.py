@@ -275,6 +275,19 @@ class EpConfig:
 
 
 @dataclass(frozen=True)
+class PpConfig:
+    """Pipeline parallelism: ranks that hold stages, consecutive parts of the model."""
+
+    degree: int = key(1, "ranks on the pp axis; 1 is off", at_least=1)
+    schedule: str = key(
+        "1f1b",
+        "order of the microbatches' passes: gpipe, 1f1b, interleaved, looped_bfs, zb_h1, zb_h2, interleaved_zb, zbv, "
+        "v_half, v_min, dualpipe, dualpipe_v, or file:PATH (research/parallel/pp/README.md)",
+    )
+    stages_per_rank: int = key(0, "stages of a rank; 0: as many as the schedule has, 2 where that is open", at_least=0)
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """Text, tokenizer and sample length."""
 
@@ -415,6 +428,7 @@ class RunConfig:
     cp: CpConfig = field(default_factory=CpConfig)
     tp: TpConfig = field(default_factory=TpConfig)
     ep: EpConfig = field(default_factory=EpConfig)
+    pp: PpConfig = field(default_factory=PpConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     record: RecordConfig = field(default_factory=RecordConfig)

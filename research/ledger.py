@@ -47,6 +47,10 @@ class Ledger:
         self.last = label, ranks
         return label
 
+    def sent(self, ranks: tuple[int, ...]) -> None:
+        """A message leaves. Its receiver counts its bytes, and this rank does not wait."""
+        self.started[ranks] += 1
+
     @contextmanager
     def buffers(self) -> Iterator[None]:
         """What is allocated here is for communication."""

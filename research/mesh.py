@@ -177,6 +177,27 @@ class Mesh:
         along = [axis for axis in DENSE if len({at[axis] for at in places}) > 1]
         return dataclasses.replace(group, axis="*".join(along) or "dp")
 
+    def holders(self, stages: tuple[int, ...]) -> Group:
+        """The ranks at this rank's place in each of these pp coordinates, which hold copies of a parameter; this rank
+        alone where its stage is none of them."""
+        return dataclasses.replace(self._across("copies", stages), axis="pp")
+
+    def way(self, sender: int, receiver: int) -> Group:
+        """From one pp coordinate to another, at this rank's place in both; this rank alone where it is neither.
+
+        Each direction has a group of its own, so that the two never wait for each other and messages arrive in the
+        order of the sender, without tags, which NCCL does not know.
+        """
+        group = self._across(f"{sender}>{receiver}", (sender, receiver))
+        ranks = group.ranks if sender < receiver else group.ranks[::-1]
+        return dataclasses.replace(group, axis="pp", ranks=ranks, rank=ranks.index(self.rank))
+
+    def _across(self, axis: str, stages: tuple[int, ...]) -> Group:
+        def color(at: Coordinates) -> Hashable:
+            return tuple(at[a] for a in DENSE if a != "pp" or at["pp"] not in stages)
+
+        return self._partition(axis, (axis, stages), color)
+
     def _partition(self, axis: str, name: Hashable, color: Callable[[Coordinates], Hashable]) -> Group:
         """Ranks of one color share a group; ranks that meet again for the same axis share it again."""
         if name not in self._partitions:

@@ -3,6 +3,7 @@
 B batch, S local sequence, D model, V vocabulary
 """
 
+from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -19,14 +20,17 @@ from research.models.params import Block, Spec
 from research.models.recompute import Keep, decide, recomputed
 from research.models.rope import Places, places
 
+Parts = Collection[str] | None  # prefixes of parameter names; None: all
+
 
 class Output(NamedTuple):
     """This rank's part of each. `loss`: cross-entropy summed over counted tokens, nats. `aux`: auxiliary losses.
-    `ahead`: as `loss`, by depth of multi-token prediction."""
+    `ahead`: as `loss`, by depth of multi-token prediction. What a part of the model does not compute is 0."""
 
     loss: Tensor
     aux: Tensor
     ahead: tuple[Tensor, ...] = ()
+    hidden: Tensor | None = None  # (B, S, D) of a part of the model that ends before the head
 
     @property
     def terms(self) -> tuple[Tensor, ...]:
@@ -102,20 +106,32 @@ class Head(Block):
 
 
 class Decoder(nn.Module):
-    """Batch -> Output. Parts stand in the order of forward: their gradients arrive in the reverse one."""
+    """Batch -> Output. Parts stand in the order of forward: their gradients arrive in the reverse one.
 
-    def __init__(self, c: ModelConfig, recompute: bool = False) -> None:
+    A model may hold some of its parts alone, under the names that they have in the whole one.
+    """
+
+    def __init__(self, c: ModelConfig, recompute: bool = False, parts: Parts = None) -> None:
+        """`parts`: those that exist, of `embedding, layers.0, .., head, mtp`; None: all."""
         super().__init__()
         self.c, self.recompute = c, recompute
-        self.embedding = Embedding(c)
-        self.layers = nn.ModuleDict({str(i): Layer(c, i) for i in range(c.layers)})
-        self.head = Head(c)
-        depths = range(1, c.mtp_depth + 1)
+        if holds(parts, "embedding"):
+            self.embedding = Embedding(c)
+        self.layers = nn.ModuleDict({str(i): Layer(c, i) for i in range(c.layers) if holds(parts, f"layers.{i}")})
+        if holds(parts, "head"):
+            self.head = Head(c)
+        depths = range(1, c.mtp_depth + 1) if holds(parts, "mtp") else ()
         self.mtp = nn.ModuleDict({str(k): Prediction(c, Layer(c, c.layers - 1)) for k in depths})
 
-    def forward(self, batch: Batch) -> Output:
-        """A batch without `ahead` (an evaluation) is not predicted further than one token."""
-        h, aux, at = self.hidden(batch)
+    def forward(self, batch: Batch, x: Tensor | None = None, parts: Parts = None) -> Output:
+        """Those of `parts` that exist, one after the other, from `x` (B, S, D), which the part before the first of them
+        has given, or from the batch's tokens. A batch without `ahead` (an evaluation) is not predicted further than one
+        token."""
+        x, aux, at = self._stream(batch, x, parts)
+        if not holds(parts, "head"):
+            nothing = torch.zeros((), device=x.device, requires_grad=True)
+            return Output(nothing, aux, (nothing,) * len(batch.ahead), x)
+        h = self.head.norm(x)
         loss, losses = self.head(h, batch.targets, self.tied), []
         for depth, ahead in zip(self.mtp.values(), batch.ahead, strict=bool(batch.ahead)):
             h, part = self._run(depth, at, h, self.embedding(ahead.tokens))
@@ -123,19 +139,20 @@ class Decoder(nn.Module):
             losses.append(self.head(h, ahead.targets, self.tied))
         return Output(loss, aux, tuple(losses))
 
-    def hidden(self, batch: Batch) -> tuple[Tensor, Tensor, Places]:
-        """What the head is given (B, S, D), auxiliary losses, and where the tokens stand."""
-        x = self.embedding(batch.tokens)
-        at = places(batch, self.c, x.dtype)
-        aux = torch.zeros((), device=x.device, requires_grad=True)
-        for layer in self.layers.values():
-            x, part = self._run(layer, at, x)
-            aux = aux + part
-        return self.head.norm(x), aux, at
-
     def logits(self, batch: Batch, rows: Tensor) -> Tensor:
         """What follows the tokens with these numbers (n,) among the B*S of the batch: (n, V)."""
-        return self.head.logits(self.hidden(batch)[0], rows, self.tied)
+        return self.head.logits(self.head.norm(self._stream(batch)[0]), rows, self.tied)
+
+    def _stream(self, batch: Batch, x: Tensor | None = None, parts: Parts = None) -> tuple[Tensor, Tensor, Places]:
+        """The residual stream after these layers (B, S, D), their auxiliary losses, and where the tokens stand."""
+        x = self.embedding(batch.tokens) if x is None else x
+        at = places(batch, self.c, x.dtype)
+        aux = torch.zeros((), device=x.device, requires_grad=True)
+        for i, layer in self.layers.items():
+            if holds(parts, f"layers.{i}"):
+                x, part = self._run(layer, at, x)
+                aux = aux + part
+        return x, aux, at
 
     @property
     def tied(self) -> Tensor | None:
@@ -147,6 +164,15 @@ class Decoder(nn.Module):
             out: tuple[Tensor, Tensor] = layer(*inputs, at, decide)
             return out
         return recomputed(lambda keep, *inputs: layer(*inputs, at, keep), *inputs)
+
+
+def holds(parts: Parts, part: str) -> bool:
+    return parts is None or part in parts
+
+
+def names_of(parts: Parts, names: Iterable[str]) -> Iterator[str]:
+    """Those of the parameters that belong to these parts."""
+    return (n for n in names if parts is None or any(n.startswith(f"{part}.") for part in parts))
 
 
 def attention_of(c: ModelConfig, layer: int) -> Attention | LatentAttention:

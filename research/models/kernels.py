@@ -1,6 +1,7 @@
 """The arithmetic that is worth more than one line of torch: products, attention, permutation of rows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,21 +36,108 @@ class _Embed(torch.autograd.Function):
         return dw.to(ctx.dtype), None
 
 
+class Kept(NamedTuple):
+    """A weight gradient that was put off: what computes it, and for which weights."""
+
+    weights: Sequence[Tensor]
+    gradients: Callable[[], Sequence[Tensor]]  # holds inputs and output gradients until it has run
+
+
 class Products:
-    """The matrix products with a weight. One object for a model, so that what they do can be changed in one place."""
+    """The matrix products with a weight. One object for a model, so that what they do can be changed in one place.
+
+    While `kept` is a list, backward puts the gradients of weights off into it: the pass for the gradient of the input
+    alone. It is no global, as backward runs on other threads on CUDA.
+    """
+
+    def __init__(self) -> None:
+        self.kept: list[Kept] | None = None
+
+    @property
+    def puts_off(self) -> bool:
+        return self.kept is not None
 
     def linear(self, x: Tensor, w: Tensor) -> Tensor:
         """x (.., I), w (O, I) -> (.., O)"""
-        return F.linear(x, w)
+        y: Tensor = _Linear.apply(x, w, self)
+        return y
 
     def grouped(self, rows: Tensor, w: Tensor, counts: Tensor) -> Tensor:
         """rows (N, I) sorted by expert, w (E, O, I), counts (E,) with sum N -> (N, O): each expert's product with its
         own rows. One kernel, in bfloat16 on recent GPUs (SM 9 and 10) without a host sync. What it refuses, float64
         and widths that are no multiple of 16 bytes, loops over the experts."""
-        if rows.dtype == torch.float64 or any(n * w.element_size() % 16 for n in w.shape[1:]):
-            parts = zip(rows.split(counts.tolist()), w, strict=True)
-            return torch.cat([F.linear(r, e) for r, e in parts])
-        return F.grouped_mm(rows, w.transpose(-2, -1), offs=counts.cumsum(0, dtype=torch.int32))
+        loops = rows.dtype == torch.float64 or any(n * w.element_size() % 16 for n in w.shape[1:])
+        where = counts.tolist() if loops else counts.cumsum(0, dtype=torch.int32)
+        y: Tensor = _Grouped.apply(rows, w, where, self)
+        return y
+
+    def gradients(self, weights: Sequence[Tensor], compute: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor | None]:
+        """For the backward of a product: the gradients of its weights, or none where they are put off."""
+        if self.kept is None:
+            return compute()
+        self.kept.append(Kept(weights, compute))
+        return [None] * len(weights)
+
+
+class _Linear(torch.autograd.Function):
+    """
+    forward   (.., I), (O, I) -> (.., O)   y = x w^T
+    backward  (.., O) -> (.., I), (O, I)   dx = dy w;  dw = dy^T x, now or later
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, w: Tensor, products: Products) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x, w)
+        ctx.about = w, products
+        return F.linear(x, w)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
+        x, w = ctx.saved_tensors
+        weight, products = ctx.about  # the parameter itself, which recompute saves no more than an alias of
+        dx = dy @ w if ctx.needs_input_grad[0] else None
+        (dw,) = products.gradients([weight], lambda: [dy.flatten(0, -2).T @ x.flatten(0, -2)])
+        return dx, dw, None
+
+
+Where = list[int] | Tensor  # rows of each expert; or where they end (E,), on the device
+
+
+class _Grouped(torch.autograd.Function):
+    """For each expert e, which has n of the N rows:
+
+    forward   (n, I), (O, I) -> (n, O)   y_e = x_e w_e^T
+    backward  (n, O) -> (n, I), (O, I)   dx_e = dy_e w_e;  dw_e = dy_e^T x_e, now or later
+    """
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, w: Tensor, where: Where, products: Products) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(rows, w, where if isinstance(where, Tensor) else None)
+        ctx.about = w, where if isinstance(where, list) else None, products
+        return _by_expert(rows, w.transpose(-2, -1), where)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
+        rows, w, ends = ctx.saved_tensors
+        weight, sizes, products = ctx.about
+        where = sizes if ends is None else ends
+        dx = _by_expert(dy, w, where) if ctx.needs_input_grad[0] else None
+        (dw,) = products.gradients([weight], lambda: [_of_experts(dy, rows, where)])
+        return dx, dw, None, None
+
+
+def _by_expert(rows: Tensor, w: Tensor, where: Where) -> Tensor:
+    """rows (N, I), w (E, I, O) -> (N, O)"""
+    if isinstance(where, Tensor):
+        return F.grouped_mm(rows, w, offs=where)
+    return torch.cat([r @ e for r, e in zip(rows.split(where), w, strict=True)])
+
+
+def _of_experts(dy: Tensor, rows: Tensor, where: Where) -> Tensor:
+    """dy (N, O), rows (N, I) -> (E, O, I)"""
+    if isinstance(where, Tensor):
+        return F.grouped_mm(dy.T, rows, offs=where)
+    return torch.stack([d.T @ r for d, r in zip(dy.split(where), rows.split(where), strict=True)])
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = 0) -> Tensor:

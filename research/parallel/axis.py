@@ -1,12 +1,12 @@
 """What an axis is, and the list of those that exist. Each axis is one folder beside this file."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
 
 from research.built import Built
-from research.config import Problem, RunConfig
+from research.config import Problem, RunConfig, degrees
 from research.mesh import Mesh
 from research.models.batch import Batch
 from research.models.kernels import Products
@@ -14,7 +14,9 @@ from research.models.seams import Seam
 from research.parallel.cp import ContextParallel
 from research.parallel.dp import DataParallel
 from research.parallel.ep import ExpertParallel
+from research.parallel.pp import PipelineParallel
 from research.parallel.tp import TensorParallel
+from research.train.action import Program, forward_only, one_stage
 from research.train.storage import Storage
 
 
@@ -48,7 +50,44 @@ class Stores(Protocol):
     def storage(self, config: RunConfig, built: Built, device: torch.device) -> Storage: ...
 
 
-AXES: tuple[Axis, ...] = (DataParallel(), ContextParallel(), TensorParallel(), ExpertParallel())
+@runtime_checkable
+class Staged(Protocol):
+    """An axis that cuts the model into stages."""
+
+    def stages(self, config: RunConfig) -> Sequence[Mapping[int, Collection[str] | None]]:
+        """By pp coordinate: the stages there, and the parts of the model in each, as prefixes of parameter names; None:
+        all of it."""
+        ...
+
+    def program(self, config: RunConfig, rank: int) -> Program:
+        """What the ranks of a pp coordinate run in a step."""
+        ...
+
+    def evaluation(self, config: RunConfig, rank: int, batches: int) -> Program:
+        """What they run to evaluate so many batches."""
+        ...
+
+
+class OneStage:
+    """No axis cuts the model."""
+
+    def stages(self, config: RunConfig) -> Sequence[Mapping[int, Collection[str] | None]]:
+        return [{0: None}]
+
+    def program(self, config: RunConfig, rank: int) -> Program:
+        return one_stage(config.train.microbatches)
+
+    def evaluation(self, config: RunConfig, rank: int, batches: int) -> Program:
+        return forward_only(batches)
+
+
+AXES: tuple[Axis, ...] = (DataParallel(), ContextParallel(), TensorParallel(), ExpertParallel(), PipelineParallel())
+
+
+def staged(config: RunConfig) -> Staged:
+    """What cuts the model of this config into stages."""
+    sizes = degrees(config)
+    return next((axis for axis in AXES if isinstance(axis, Staged) and sizes[axis.name] > 1), OneStage())
 
 
 def problems(config: RunConfig) -> Iterator[Problem]:

@@ -1,4 +1,7 @@
-"""The one loop over microbatches. A schedule is a list of actions for each rank; this runs the list of one rank."""
+"""The one loop over microbatches. A schedule is a list of actions for each rank; this runs the list of one rank.
+
+B batch, S local sequence, D model
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,26 +9,20 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.profiler import record_function
 
-from research.built import Built
+from research.built import DTYPES, Built
 from research.ledger import EVAL
 from research.models.batch import Batch
 from research.models.decoder import Output
-from research.train.action import Action
+from research.models.kernels import Kept
+from research.train.action import Action, Program, made, parts
+from research.train.handover import Handover
 from research.train.storage import Storage
 
-NAMES = {"F": "forward", "BW": "backward"}  # in traces
-
-
-def one_stage(microbatches: int) -> list[Action]:
-    """The list of a rank that holds the whole model: each microbatch forward, then at once backward."""
-    return [action for m in range(microbatches) for action in (Action("F", 0, m), Action("BW", 0, m))]
-
-
-def forward_only(microbatches: int) -> list[Action]:
-    """The list of an evaluation: no gradients, so no graph is kept."""
-    return [Action("F", 0, m) for m in range(microbatches)]
+NAMES = {"F": "forward", "BW": "backward", "B": "input gradients", "W": "weight gradients"}  # in traces
+Roots = list[Tensor | GradientEdge]
 
 
 @dataclass(frozen=True)
@@ -54,39 +51,115 @@ class Denominators:
 
 
 def execute(
-    actions: Sequence[Action],
+    program: Program,
     built: Built,
     batch: Callable[[int], Batch],
     weigh: Denominators,
     storage: Storage,
 ) -> Tensor:
-    """Run this rank's actions; `batch(m)` is its part of microbatch m, and gradients are summed in `storage`. A list
+    """Run this rank's program; `batch(m)` is its part of microbatch m, and gradients are summed in `storage`. A program
     without a backward is an evaluation: its traffic has a phase of its own, and it touches nothing.
 
-    Returns (2 + depths,): this rank's part of the cross-entropy, of the auxiliary losses, and of the cross-entropy of
-    each depth of multi-token prediction, in float64 of an evaluation, which may add up far more tokens than a step.
+    Returns (M, 2 + depths), for each microbatch this rank's part of the cross-entropy, of the auxiliary losses, and of
+    the cross-entropy of each depth of multi-token prediction, in float64 of an evaluation, which may add up far more
+    tokens than a step.
     """
-    outputs: dict[int, Output] = {}
-    backward = [i for i, action in enumerate(actions) if action.kind == "BW"]
-    dtype = storage.dtype if backward else torch.float64
-    totals = torch.zeros(2 + len(weigh.ahead), dtype=dtype, device=storage.device)
-    for i, (kind, stage, m) in enumerate(actions):
-        built.mesh.ledger.phase = kind if backward else EVAL
-        with record_function(f"{NAMES[kind] if backward else EVAL} {m}"):
-            if kind == "F":
-                storage.begin_forward(stage)
-                with torch.set_grad_enabled(bool(backward)):
-                    output = built.model(batch(m))
-                for total, o, s in zip(totals, output.terms, weigh.shares(m), strict=True):
-                    total.add_(o.detach(), alpha=s)
-                if backward:
-                    outputs[m] = output
+    walk = _Walk(program, built, batch, weigh, storage)
+    for place, entry in enumerate(program.entries):
+        walk.handover.settle(place)
+        for action in parts(entry):  # of a pair too: one after the other
+            walk.run(action)
+    walk.finish()
+    return walk.losses
+
+
+class _Walk:
+    """One walk through a program: what is alive between its actions."""
+
+    def __init__(
+        self, program: Program, built: Built, batch: Callable[[int], Batch], weigh: Denominators, storage: Storage
+    ) -> None:
+        self.built, self.batch, self.weigh, self.storage = built, batch, weigh, storage
+        actions = program.actions
+        self.trains = any(a.kind != "F" for a in actions)
+        dtype = storage.dtype if self.trains else torch.float64
+        shape = len(weigh.tokens), 2 + len(weigh.ahead)
+        self.losses = torch.zeros(shape, dtype=dtype, device=storage.device)
+        self.handover = Handover(program, built.mesh, self._stream)
+        self._last = {a.stage: a for a in actions if a.kind in ("W", "BW")}  # of each stage, to make gradients
+        self._inputs: dict[tuple[int, int], Tensor | None] = {}  # by stage and microbatch, as all that follow
+        self._roots: dict[tuple[int, int], Roots] = {}
+        self._kept: dict[tuple[int, int], list[Kept]] = {}
+
+    def _stream(self, microbatch: int) -> Tensor:
+        """Room for the residual stream of a microbatch: both sides of a message know its shape from the batch."""
+        shape = self.built.seams.residual(self.batch(microbatch).tokens).shape
+        dtype = DTYPES[self.storage.config.dtype]
+        return torch.empty(*shape, self.built.model.c.dim, dtype=dtype, device=self.storage.device)
+
+    def run(self, action: Action) -> None:
+        self.built.mesh.ledger.phase = action.kind if self.trains else EVAL
+        with record_function(f"{NAMES[action.kind] if self.trains else EVAL} {action.microbatch}"):
+            if action.kind == "F":
+                self._forward(action)
+            elif action.kind == "W":
+                self._weight_gradients(action)
             else:
-                storage.begin_backward(stage, last=i == backward[-1])
-                terms = outputs.pop(m).terms
-                seeds = [torch.full_like(o, s) for o, s in zip(terms, weigh.seeds(m), strict=True)]
-                torch.autograd.backward(terms, seeds)
-                storage.end_backward(stage, last=i == backward[-1])
-    if backward:
-        storage.finish_backward()
-    return totals
+                self._backward(action)
+
+    def finish(self) -> None:
+        self.handover.finish()
+        assert not self._inputs and not self._kept
+        if self.trains:
+            self.storage.finish_backward()
+
+    def _forward(self, action: Action) -> None:
+        _, stage, m = action
+        self.storage.begin_forward(stage)
+        x = self.handover.take(Action("F", stage - 1, m)) if stage else None
+        with torch.set_grad_enabled(self.trains):
+            x = x if x is None else x.requires_grad_(self.trains)
+            output = self.built.model(self.batch(m), x, self.built.parts[stage])
+        for loss, term, share in zip(self.losses[m], output.terms, self.weigh.shares(m), strict=True):
+            loss.add_(term.detach(), alpha=share)
+        if output.hidden is not None:
+            self.handover.give(action, output.hidden.detach())
+        if self.trains:
+            self._inputs[stage, m] = x
+            self._roots[stage, m] = roots_of(output)
+
+    def _backward(self, action: Action) -> None:
+        kind, stage, m = action
+        products = self.built.seams.products
+        products.kept = [] if kind == "B" else None
+        self.storage.begin_backward(stage, last=action == self._last[stage])
+        roots, x = self._roots.pop((stage, m)), self._inputs.pop((stage, m))
+        weights = self.weigh.seeds(m)
+        seeds = [torch.full_like(r, s) for r, s in zip(roots, weights, strict=False) if isinstance(r, Tensor)]
+        if isinstance(roots[-1], GradientEdge):
+            seeds.append(self.handover.take(Action("B", stage + 1, m)))
+        torch.autograd.backward(roots, seeds)  # type: ignore[arg-type]
+        if x is not None:
+            assert x.grad is not None
+            self.handover.give(made(action), x.grad)
+        if products.kept is not None:
+            self._kept[stage, m], products.kept = products.kept, None
+        else:
+            self.storage.end_backward(stage, last=action == self._last[stage])
+
+    @torch.no_grad()
+    def _weight_gradients(self, action: Action) -> None:
+        _, stage, m = action
+        kept = self._kept.pop((stage, m))
+        while kept:  # each lets go of its tensors
+            weights, gradients = kept.pop()
+            for weight, gradient in zip(weights, gradients(), strict=True):
+                self.storage.accumulate(weight, gradient)
+        self.storage.end_backward(stage, last=action == self._last[stage])
+
+
+def roots_of(output: Output) -> Roots:
+    """Where backward starts: loss terms, then the stream that went to the next stage, of which nothing but the place in
+    the graph need stay."""
+    terms: Roots = [*output.terms]
+    return terms if output.hidden is None else [*terms, get_gradient_edge(output.hidden)]

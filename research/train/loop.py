@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -16,11 +17,12 @@ from research.config import RunConfig, TrainConfig
 from research.data.batches import HeldOut
 from research.mesh import Mesh
 from research.models.batch import Batch
-from research.parallel.axis import cut_batch, storage
-from research.train.executor import Denominators, execute, forward_only, one_stage
+from research.parallel.axis import cut_batch, staged, storage
+from research.train.executor import Denominators, execute
 from research.train.optim import learning_rate, move_biases
 
 MOST_SKIPPED = 100  # non-finite steps in a row
+RECENT = 16  # batches of an evaluation that several stages of a rank are given
 GlobalMicrobatches = Callable[[int], Sequence[Batch]]  # step -> the global microbatches of that step
 
 
@@ -53,6 +55,7 @@ class Sums(NamedTuple):
 
     totals: Tensor  # (2 + depths,) cross-entropy per counted token, auxiliary loss, cross-entropy of each depth
     counted: int  # tokens with a target
+    by_microbatch: Tensor  # (M, 2 + depths), whose sums are the totals
 
 
 class Trainer:
@@ -64,7 +67,10 @@ class Trainer:
         self.world = mesh.group("world")
         self.built = build(config, mesh, device)
         self.storage = storage(config, self.built, device)
-        self.actions = one_stage(config.train.microbatches)
+        self.staged = staged(config)
+        self.program = self.staged.program(config, mesh.at["pp"])
+        for way in self.program.ways:  # making groups is collective
+            mesh.way(*way)
         self.skipped_in_a_row = 0
         self.loads: dict[str, Tensor] = {}  # of the last step, by MoE layer: chosen and dropped (2, E)
 
@@ -76,17 +82,20 @@ class Trainer:
         tokens = [b.tokens.numel() for b in microbatches]
         weigh = Denominators(counted, tokens, ahead, c.mtp_weight / max(c.mtp_depth, 1))
         mine = [self._mine(b) for b in microbatches]
-        totals = execute(self.actions, self.built, mine.__getitem__, weigh, self.storage)
+        losses = execute(self.program, self.built, mine.__getitem__, weigh, self.storage)
         self.mesh.ledger.phase = "optimizer"
-        return Sums(comm.all_reduce_(totals, self.world, "loss"), counted)
+        comm.all_reduce_(losses, self.world, "loss")
+        return Sums(losses.sum(0), counted, losses)
 
     def evaluate(self, held_out: HeldOut) -> float:
         """Cross-entropy per counted token of the held-out text, nats, the same on every rank; no auxiliary losses. It
         leaves weights, gradients, random generators and the phase of the ledger as they are."""
         ledger = self.mesh.ledger
-        phase, actions = ledger.phase, forward_only(len(held_out))
+        phase = ledger.phase
+        program = self.staged.evaluation(self.config, self.mesh.at["pp"], len(held_out))
         weigh = Denominators(1, [1] * len(held_out))  # sums, divided once
-        totals = execute(actions, self.built, lambda m: self._mine(held_out.batch(m)), weigh, self.storage)
+        mine = lru_cache(RECENT)(lambda m: self._mine(held_out.batch(m)))
+        totals = execute(program, self.built, mine, weigh, self.storage).sum(0)
         comm.all_reduce_(totals, self.world, "loss")
         ledger.phase = phase
         return totals[0].item() / held_out.counted
@@ -103,7 +112,7 @@ class Trainer:
             numbers = torch.cat([sums.totals, norm[None]])
             good = numbers.isfinite().all() & (sums.counted > 0)
             self.storage.step(learning_rate(self.config.train, index), norm, good)
-            self.loads = move_biases(self.built.model, good)
+            self.loads = move_biases(self.built, good)
         return numbers
 
     def read(self, index: int, sums: Sums, numbers: Tensor) -> tuple[list[float], bool]:

@@ -80,6 +80,6 @@ def peak_bytes(trainer: Trainer, microbatches: Sequence[Batch]) -> dict[str, int
     runs, no weight moves. Every rank must call it.
     """
     with MemoryMeter(trainer.storage.tensors(), trainer.mesh.ledger) as meter:
-        totals, _ = trainer.backward(microbatches)
+        totals = trainer.backward(microbatches).totals
         trainer.storage.step(0.0, trainer.storage.norm(), torch.zeros_like(totals, dtype=torch.bool).all())
     return {c: meter.peak.get(c, 0) for c in CATEGORIES}

@@ -4,8 +4,10 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from research import comm
+from research.built import Built
 from research.config import TrainConfig
 from research.models.moe import MoE
 
@@ -28,17 +30,22 @@ def make_moments(optimizer: torch.optim.Optimizer) -> None:
 
 
 @torch.no_grad()
-def move_biases(model: nn.Module, good: Tensor) -> dict[str, Tensor]:
+def move_biases(built: Built, good: Tensor) -> dict[str, Tensor]:
     """An expert that was chosen less than the mean in this step becomes easier to choose, and the other way round, by
-    `bias_rate` (Wang et al. 2024, algorithm 1), where the step is `good`. Counts are global: all ranks do the same.
+    `bias_rate` (Wang et al. 2024, algorithm 1), where the step is `good`. Counts are global, once those of a stage's
+    copies, which see some microbatches each, are added up: all ranks do the same.
 
     Returns how often each expert was chosen in the step and how many of these choices it dropped (2, E), by MoE layer,
     with and without biases."""
     loads = {}
-    for name, layer in model.named_modules():
-        if isinstance(layer, MoE) and layer.counted:
-            loads[name.removesuffix(".ffn")] = load = torch.stack(layer.counted).sum(0)
+    for name, layer in built.model.named_modules():
+        holders = built.copies.get(f"{name}.router")
+        if isinstance(layer, MoE) and (layer.counted or holders):
+            none = torch.zeros(2, layer.c.experts, dtype=torch.int64, device=good.device)
+            loads[name.removesuffix(".ffn")] = load = sum(layer.counted, none)
             layer.counted.clear()
+            if holders:
+                comm.all_reduce_(load, holders, "expert counts")
             counts = load[0]
             if layer.c.bias_rate:
                 missing = counts.sum() - counts * len(counts)  # E times (mean - count): an integer, so that 0 is 0

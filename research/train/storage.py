@@ -91,7 +91,8 @@ class Storage:
         }
         self._on = {s: [b for b in self.buckets if b.stage == s] for s in {b.stage for b in self.buckets}}
         self._owed = Counter(dict.fromkeys(self._on, 0))  # reductions of this step that are due so far, by stage
-        self._counts = self._last = False  # of the backward under way: what arrives completes buckets; it is the last
+        self._counts: int | None = None  # the stage whose buckets are completed by what now arrives
+        self._last = False  # whether the backward under way is the last one on its stage
         for parameter in self._of:
             parameter.register_post_accumulate_grad_hook(self._arrived)
         self.optimizer = adamw(config, [(h.master, built.specs[n].decays) for n, h in self.held.items()])
@@ -116,7 +117,7 @@ class Storage:
 
     def _together(self, name: str) -> Hashable:
         """Parameters may share a bucket where this is the same."""
-        return self._stage(name), self.built.replicas[name].ranks
+        return self._stage(name), self.built.replicas[name].ranks, self.built.copies.get(name)
 
     def _stage(self, name: str) -> int:
         return self.built.stages.get(name, 0)
@@ -145,19 +146,20 @@ class Storage:
         """Before the forward of a microbatch on a stage: all weights are here."""
 
     def begin_backward(self, stage: int, last: bool) -> None:
-        """Before a backward (BW or B) of a microbatch on a stage; `last`: the last one on it."""
-        self._counts, self._last = last or self._each, last
+        """Before a backward (BW or B) of a microbatch on a stage; `last`: no other gradient follows on it."""
+        whole = (last or self._each) and not self.built.seams.products.puts_off
+        self._counts, self._last = stage if whole else None, last
         for bucket in self._on.get(stage, ()):
             bucket.missing = len(bucket.held)
 
-    def accumulate(self, parameter: nn.Parameter | str, grad: Tensor) -> None:
+    def accumulate(self, parameter: Tensor | str, grad: Tensor) -> None:
         """Add a gradient that was put off to W."""
         name, bucket = self._of[self._parameters[parameter] if isinstance(parameter, str) else parameter]
         bucket.add(name, grad)
 
     def end_backward(self, stage: int, last: bool) -> None:
         """All gradients of a microbatch on a stage are in."""
-        self._counts, self._last = False, last
+        self._counts, self._last = None, last
         if last or self._each:
             self._owed[stage] += 1
             self._start(stage, force=True)
@@ -170,6 +172,7 @@ class Storage:
         for bucket in self.buckets:
             bucket.finish()
             bucket.reduced = 0
+        self._sum_copies()
         self._owed = Counter(dict.fromkeys(self._on, 0))
 
     def _arrived(self, used: Tensor) -> None:
@@ -179,7 +182,7 @@ class Storage:
             return
         name, bucket = self._of[used]
         bucket.add(name, grad)
-        if self._counts:
+        if self._counts == bucket.stage:  # a tied embedding may be used on another one, too
             bucket.missing -= 1
             self._start(bucket.stage)
 
@@ -195,6 +198,12 @@ class Storage:
 
     def _reduce(self, bucket: Bucket) -> None:
         bucket.reduce(self._last)
+
+    def _sum_copies(self) -> None:
+        """Between the stages that hold the same parameters; all of them hold what they share in the same order."""
+        shared = [(b.flat, c) for b in self.buckets if (c := self.built.copies.get(next(iter(b.held))))]
+        for pending in [comm.start_all_reduce(flat, copies, "copies") for flat, copies in shared]:
+            pending.wait()
 
     def gradients(self) -> Iterator[tuple[str, Box, Tensor]]:
         """Full name, box and local gradient of each parameter, after the reduction and before clipping."""
@@ -217,7 +226,7 @@ class Storage:
         """Global gradient norm: each box counts on the first rank that holds it."""
         square = torch.zeros((), dtype=self.dtype, device=self.device)
         for bucket in self.buckets:
-            if bucket.group.rank == 0:
+            if bucket.group.rank == 0 and self.built.first_holds(next(iter(bucket.held))):
                 square += bucket.flat.square().sum()
         return comm.all_reduce_(square, self.built.mesh.group("world"), "gradient norm").sqrt()
 

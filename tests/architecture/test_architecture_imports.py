@@ -27,11 +27,12 @@ MAY_IMPORT = {
     "research.data": "config files data models.batch",
     "research.parallel": "config mesh comm models.batch models.seams models.kernels models.partial_attention "
     "models.recompute train.action",  # and its own folder
-    "research.parallel.axis": "built config mesh models.batch models.kernels models.seams parallel train.storage",
+    "research.parallel.axis": "built config mesh models.batch models.kernels models.seams parallel train.action "
+    "train.storage",
     # The one axis that keeps training state: its shards are a kind of storage.
     "research.parallel.dp": "built config ledger mesh comm models.batch models.kernels models.seams parallel.dp "
     "train.storage",
-    "research.built": "mesh models.decoder models.params",
+    "research.built": "mesh models",
     "research.build": "built config mesh comm models parallel.axis",
     # It counts the parameters of a model in its layout.
     "research.parallel.dp.cost": "build built config mesh models parallel.dp.shards",

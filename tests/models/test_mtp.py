@@ -149,8 +149,8 @@ def shared_denominator(counted, tokens, ahead, weight):
     return Denominators(counted, tokens, [counted] * len(ahead), weight)
 
 
-def without_aux(self, batch, real=Decoder.forward):
-    return real(self, batch)._replace(aux=real(self, dataclasses.replace(batch, ahead=())).aux)
+def without_aux(self, batch, *part, real=Decoder.forward):
+    return real(self, batch, *part)._replace(aux=real(self, dataclasses.replace(batch, ahead=())).aux)
 
 
 @pytest.mark.parametrize(

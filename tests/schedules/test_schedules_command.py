@@ -35,7 +35,7 @@ def test_times(capsys):
     [
         ("zbw", "schedule=zbw is unknown; legal: gpipe, 1f1b"),
         ("zbv --compare zbw", "schedule=zbw is unknown; legal: gpipe"),
-        ("zbv --ranks 0", "ranks=0; legal: an integer, at least 1"),
+        ("zbv --ranks 0", "ranks=0 is out of range; legal: an integer, at least 1"),
         ("zbv --stages 3", "stages per rank=3 does not fit schedule=zbv; legal: 2"),
         ("dualpipe --ranks 5", "ranks=5 must be a multiple of 2 for schedule=dualpipe; legal: 2, 4, 6"),
         ("zbv --times 1,1", "--times 1,1 must be F,B,W or F,B,W,comm; legal: numbers of at least 0, not all 0"),

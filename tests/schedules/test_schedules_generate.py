@@ -85,9 +85,9 @@ def test_placement():
     ("asked", "told"),
     [
         (("zbw", 4, 8), "schedule=zbw is unknown; legal: gpipe, 1f1b, interleaved"),
-        (("1f1b", 0, 8), "ranks=0; legal: an integer, at least 1"),
-        (("1f1b", 4, -1), "microbatches=-1; legal"),
-        (("interleaved", 4, 8, 0), "stages per rank=0; legal"),
+        (("1f1b", 0, 8), "ranks=0 is out of range; legal: an integer, at least 1"),
+        (("1f1b", 4, -1), "microbatches=-1 is out of range; legal"),
+        (("interleaved", 4, 8, 0), "stages per rank=0 is out of range; legal"),
         (("1f1b", 4, 8, 2), "stages per rank=2 does not fit schedule=1f1b; legal: 1"),
         (("zbv", 4, 8, 1), "stages per rank=1 does not fit schedule=zbv; legal: 2"),
         (("dualpipe", 3, 12), "ranks=3 must be a multiple of 2 for schedule=dualpipe; legal: 2, 4, 6"),

@@ -24,7 +24,8 @@ from research.ledger import EVAL
 from research.mesh import Mesh, total_ranks
 from research.models.batch import NOT_COUNTED, Batch
 from research.settings import load
-from research.train.executor import Denominators, execute, forward_only
+from research.train.action import forward_only
+from research.train.executor import Denominators, execute
 from research.train.loop import Trainer, train
 from research.train.run import global_batches, run, validation_batches
 
@@ -282,7 +283,7 @@ def test_planted_mean_of_means(config, monkeypatch):
     def own_mean(self, held_out):
         mine = [self._mine(held_out.batch(n)) for n in range(len(held_out))]
         weigh = Denominators(sum(int((b.targets >= 0).sum()) for b in mine), [1] * len(mine))
-        totals = execute(forward_only(len(mine)), self.built, mine.__getitem__, weigh, self.storage)
+        totals = execute(forward_only(len(mine)), self.built, mine.__getitem__, weigh, self.storage).sum(0)
         return float(comm.all_reduce_(totals, self.world, "loss")[0] / self.world.size)
 
     monkeypatch.setattr(Trainer, "evaluate", own_mean)

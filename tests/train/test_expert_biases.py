@@ -90,10 +90,10 @@ def test_planted_counts_of_one_microbatch(config, monkeypatch):
     real = optim.move_biases
     right = layer_of(trained(config)).bias.clone()
 
-    def first_microbatch_only(model, good):
-        layer = next(m for m in model.modules() if isinstance(m, MoE))
+    def first_microbatch_only(built, good):
+        layer = next(m for m in built.model.modules() if isinstance(m, MoE))
         del layer.counted[1:]
-        real(model, good)
+        real(built, good)
 
     monkeypatch.setattr("research.train.loop.move_biases", first_microbatch_only)
     assert not torch.equal(layer_of(trained(config)).bias, right)

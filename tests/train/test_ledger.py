@@ -40,7 +40,7 @@ def test_dp_bytes(text, tmp_path, ranks, extra):
             Label("dp", "gradients", "all_reduce", "BW"): steps * share * numel * 4,
             # int64 counts, once a microbatch and MoE layer, with recompute too
             Label("stage", "expert counts", "all_reduce", "F"): share * 8 * experts * steps * microbatches * moe_layers,
-            Label("world", "loss", "all_reduce", "optimizer"): share * 2 * 4 * steps,
+            Label("world", "loss", "all_reduce", "optimizer"): share * 2 * 4 * steps * microbatches,
             Label("world", "gradient norm", "all_reduce", "optimizer"): share * 4 * steps,
         }
         assert calls[Label("stage", "expert counts", "all_reduce", "F")] == steps * microbatches * moe_layers

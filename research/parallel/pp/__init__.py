@@ -1,1 +1,85 @@
-"""Pipeline schedules as data: README.md says what they are."""
+"""Pipeline parallelism: which layers a rank holds, and in which order it runs them. README.md beside this file."""
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cache
+
+from research.config import ModelConfig, PpConfig, Problem, RunConfig
+from research.mesh import Mesh
+from research.models.batch import Batch
+from research.models.kernels import Products
+from research.models.seams import Seam
+from research.parallel.pp.check import check
+from research.parallel.pp.cut import EMBEDDING, HEAD, evenly
+from research.parallel.pp.generate import FILE, generate, refusals
+from research.parallel.pp.program import evaluation, program_of
+from research.parallel.pp.schedule import Schedule
+from research.train.action import Program
+
+KEYS = {"schedule": "pp.schedule", "ranks": "pp.degree", "microbatches": "train.microbatches"}
+KEYS |= {"stages per rank": "pp.stages_per_rank"}
+
+
+class PipelineParallel:
+    """Consecutive parts of the model are stages, ranks hold stages, microbatches go through them. It owns no seam: what
+    crosses ranks is the residual stream between two layers, and its gradient, as they are on each rank. Under tensor
+    parallelism without sequence parallelism that gradient is a part on each rank, so nothing here may sum it."""
+
+    name = "pp"
+    splits: Mapping[str, str] = {}
+
+    def problems(self, config: RunConfig) -> Iterator[Problem]:
+        pp = config.pp
+        if pp.degree == 1:
+            return
+        found = refusals(pp.schedule, pp.degree, config.train.microbatches, pp.stages_per_rank or None)
+        yield from (dataclasses.replace(p, key=KEYS[p.key]) for p in found)
+        if found:
+            return
+        try:
+            schedule = schedule_of(pp, config.train.microbatches)
+            if pp.schedule.startswith(FILE):
+                check(schedule)
+        except ValueError as error:
+            yield Problem("pp.schedule", pp.schedule, f"cannot be run: {error}", "one that fits, or another schedule")
+            return
+        if schedule.stages > (most := config.model.layers + 2):
+            rule = f"makes {schedule.stages} stages, of which some would be empty: model.layers={config.model.layers},"
+            yield Problem("pp.degree", pp.degree, f"{rule} embedding and head are {most} parts", f"1 to {most} stages")
+
+    def seams(self, config: RunConfig, mesh: Mesh, products: Products) -> Mapping[str, Seam]:
+        return {}
+
+    def wraps(self, config: RunConfig, mesh: Mesh) -> Mapping[str, Callable[[Seam], Seam]]:
+        return {}
+
+    def cut_batch(self, batch: Batch, config: RunConfig, mesh: Mesh) -> Batch:
+        """Whole: the first stage needs tokens, the last one targets, each one positions."""
+        return batch
+
+    def stages(self, config: RunConfig) -> Sequence[Mapping[int, Collection[str] | None]]:
+        """By rank: its stages, and the parts of the model in each. None: all."""
+        schedule = schedule_of(config.pp, config.train.microbatches)
+        cut = [with_copies(config.model, parts) for parts in evenly(config.model.layers, schedule.stages)]
+        return [{stage: cut[stage] for stage in stages} for stages in schedule.holds]
+
+    def program(self, config: RunConfig, rank: int) -> Program:
+        """What a rank runs in a step."""
+        return program_of(schedule_of(config.pp, config.train.microbatches), rank)
+
+    def evaluation(self, config: RunConfig, rank: int, batches: int) -> Program:
+        """What a rank runs to evaluate so many batches."""
+        return program_of(evaluation(schedule_of(config.pp, config.train.microbatches), batches), rank)
+
+
+@cache
+def schedule_of(pp: PpConfig, microbatches: int) -> Schedule:
+    return generate(pp.schedule, pp.degree, microbatches, pp.stages_per_rank or None)
+
+
+def with_copies(model: ModelConfig, parts: Sequence[str]) -> Sequence[str]:
+    """The head comes with the depths of multi-token prediction, and with a copy of the embedding where it needs one."""
+    if HEAD not in parts:
+        return parts
+    copied = model.tied or model.mtp_depth
+    return (*dict.fromkeys([*parts, "mtp", *([EMBEDDING] if copied else [])]),)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from research.parallel.pp.schedule import Schedule
-from research.train.action import Action, Entry, parts
+from research.train.action import Action, Entry, made, parts
 
 GRADIENT = ("B", "BW")  # kinds that make the gradient of a stage's input
 MANY = 6  # problems that are worth reading at once
@@ -48,11 +48,6 @@ def needs(action: Action, stages: int) -> tuple[Action, ...]:
         return (Action("B", stage, m),)
     behind = (Action("B", stage + 1, m),) if stage + 1 < stages else ()
     return (Action("F", stage, m), *behind)
-
-
-def made(action: Action) -> Action:
-    """The name by which `needs` calls what an action makes."""
-    return action._replace(kind="B") if action.kind == "BW" else action
 
 
 def _counted(schedule: Schedule) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from research.config import Problem
 from research.parallel.pp import bidirectional, looped, v_shaped
 from research.parallel.pp.csv_file import read
 from research.parallel.pp.schedule import Family, Schedule, restrict
@@ -31,7 +32,7 @@ def generate(name: str, ranks: int, microbatches: int, per_rank: int | None = No
     Raises ValueError with everything that the schedule does not allow, and what it does.
     """
     if problems := [*refusals(name, ranks, microbatches, per_rank)]:
-        raise ValueError("; ".join(problems))
+        raise ValueError("; ".join(map(str, problems)))
     if name.startswith(FILE):
         return _fitting(read(Path(name.removeprefix(FILE))), ranks, microbatches, per_rank)
     family = FAMILIES[name]
@@ -43,20 +44,21 @@ def generate(name: str, ranks: int, microbatches: int, per_rank: int | None = No
     return schedule if enough == microbatches else restrict(schedule, microbatches)
 
 
-def refusals(name: str, ranks: int, microbatches: int, per_rank: int | None = None) -> list[str]:
-    """What is wrong, one line each: key, value, rule and legal values."""
+def refusals(name: str, ranks: int, microbatches: int, per_rank: int | None = None) -> list[Problem]:
+    """What is wrong; keys are `schedule`, `ranks`, `microbatches` and `stages per rank`."""
     numbers = {"ranks": ranks, "microbatches": microbatches, "stages per rank": 1 if per_rank is None else per_rank}
-    found = [f"{key}={number}; legal: an integer, at least 1" for key, number in numbers.items() if number < 1]
+    found = [Problem(k, n, "is out of range", "an integer, at least 1") for k, n in numbers.items() if n < 1]
     if name.startswith(FILE):
         return found
     if name not in FAMILIES:
-        return [*found, f"schedule={name} is unknown; legal: {', '.join(FAMILIES)}, {FILE}PATH"]
+        return [*found, Problem("schedule", name, "is unknown", f"{', '.join(FAMILIES)}, {FILE}PATH")]
     family = FAMILIES[name]
     if ranks % family.together:
         legal = ", ".join(str(family.together * i) for i in range(1, 4))
-        found.append(f"ranks={ranks} must be a multiple of {family.together} for schedule={name}; legal: {legal}, ...")
+        rule = f"must be a multiple of {family.together} for schedule={name}"
+        found.append(Problem("ranks", ranks, rule, f"{legal}, ..."))
     if per_rank is not None and family.per_rank not in (None, per_rank):
-        found.append(f"stages per rank={per_rank} does not fit schedule={name}; legal: {family.per_rank}")
+        found.append(Problem("stages per rank", per_rank, f"does not fit schedule={name}", str(family.per_rank)))
     return found
 
 

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from research.parallel.pp.check import made, walk
+from research.parallel.pp.check import walk
 from research.parallel.pp.schedule import Schedule
-from research.train.action import Action, Entry, Overlap, parts
+from research.train.action import Action, Entry, Overlap, made, parts
 
 
 @dataclass(frozen=True)

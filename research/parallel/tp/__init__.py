@@ -65,14 +65,14 @@ class TensorParallel:
             return {}
         tp = config.tp
         seams: dict[str, Seam] = {
-            "row": row(group, tp.sequence, tp.overlap),
+            "row": row(group, products, tp.sequence, tp.overlap),
             "lookup": lookup(group, tp.sequence),
             "cross_entropy": cross_entropy(group, config.model.vocab, tp.sequence),
             "logits": logits(group, config.model.vocab, tp.sequence),
             "normalize": normalize(group),
         }
         if tp.sequence:
-            seams["column"] = column(group, tp.overlap, tp.keep_gathered)
+            seams["column"] = column(group, products, tp.overlap, tp.keep_gathered)
             seams["residual"] = lambda t: t.chunk(group.size, 1)[group.rank]
         return seams
 

@@ -2,6 +2,9 @@
 
 B batch, S = n*s tokens, D model, O output and I input width on this rank, n tp ranks. A piece is a run of the s tokens
 of every rank, so that pieces come and go one by one while the product of another is under way (`tp.overlap`).
+
+A weight gradient that is put off to W (`Products.gradients`) keeps what it needs: the inputs of `column` as they are
+here, s of their tokens, which it gathers in W; of `row` the gathered output gradient.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,14 +14,15 @@ from torch import Tensor
 
 from research import comm
 from research.mesh import Group
+from research.models.kernels import Products
 from research.models.seams import Seam
 
 
-def column(group: Group, pieces: int, keep: bool) -> Seam:
+def column(group: Group, products: Products, pieces: int, keep: bool) -> Seam:
     """x (B, s, D), weights (O, D) -> one (B, S, O) each."""
 
     def product(x: Tensor, *weights: Tensor) -> list[Tensor]:
-        return list(_Column.apply(x, group, pieces, keep, *weights))
+        return list(_Column.apply(x, group, products, pieces, keep, *weights))
 
     return product
 
@@ -26,34 +30,39 @@ def column(group: Group, pieces: int, keep: bool) -> Seam:
 class _Column(torch.autograd.Function):
     """
     forward    x (B, s, D) all-gathered to X (B, S, D);  y = X w^T (B, S, O), for each weight
-    backward   X gathered again, or kept;  dx (B, s, D) = sum of dy w, reduce-scattered, beside  dw (O, D) = dy^T X
+    backward   X gathered again, or kept;  dx (B, s, D) = sum of dy w, reduce-scattered
+               beside, or later:  dw (O, D) = dy^T X
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, group: Group, pieces: int, keep: bool, *weights: Tensor):  # type: ignore[no-untyped-def]
+    def forward(ctx, x: Tensor, group: Group, products: Products, pieces: int, keep: bool, *weights: Tensor):  # type: ignore[no-untyped-def]
         gathered, outputs = _gathered_product(x, group, "column", pieces, weights)
-        ctx.about = group, pieces, keep
+        ctx.about = group, products, pieces, keep, weights
         ctx.save_for_backward(gathered if keep else x, *weights)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx, *dys: Tensor):  # type: ignore[no-untyped-def]
-        group, pieces, keep = ctx.about
+        group, products, pieces, keep, parameters = ctx.about
         x, *weights = ctx.saved_tensors
-        again = None if keep else comm.start_all_gather(x, group, "column")
+        again = None if keep or products.puts_off else comm.start_all_gather(x, group, "column")
         dy, w = _side_by_side(dys, weights)
         sums = _started_sums(lambda part: part @ w, dy, group, "column", pieces)
-        gathered = x if again is None else comm.joined(again.wait(), 1)
-        dw = (dy.flatten(0, 1).T @ gathered.flatten(0, 1)).split([len(w) for w in weights])
-        return torch.cat([s.wait() for s in sums], 1), None, None, None, *dw
+
+        def gradients() -> Sequence[Tensor]:
+            gathered = x if keep else comm.joined((again or comm.start_all_gather(x, group, "column")).wait(), 1)
+            return (dy.flatten(0, 1).T @ gathered.flatten(0, 1)).split([len(w) for w in weights])
+
+        dw = products.gradients(parameters, gradients)
+        return torch.cat([s.wait() for s in sums], 1), None, None, None, None, *dw
 
 
-def row(group: Group, sequence: bool, pieces: int) -> Seam:
+def row(group: Group, products: Products, sequence: bool, pieces: int) -> Seam:
     """x (B, S, I), weight (D, I) -> (B, s, D), or (B, S, D) without sequence parallelism."""
     function = _RowScattered if sequence else _RowRepeated
 
     def product(x: Tensor, w: Tensor) -> Tensor:
-        y: Tensor = function.apply(x, w, group, pieces)
+        y: Tensor = function.apply(x, w, group, products, pieces)
         return y
 
     return product
@@ -62,44 +71,46 @@ def row(group: Group, sequence: bool, pieces: int) -> Seam:
 class _RowScattered(torch.autograd.Function):
     """
     forward    y (B, s, D) = x (B, S, I) w^T, reduce-scattered
-    backward   dy (B, s, D) all-gathered to dY (B, S, D);  dx = dY w;  dw (D, I) = dY^T x
+    backward   dy (B, s, D) all-gathered to dY (B, S, D);  dx = dY w;  dw (D, I) = dY^T x, now or later
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, w: Tensor, group: Group, pieces: int) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.about = group, pieces
+    def forward(ctx, x: Tensor, w: Tensor, group: Group, products: Products, pieces: int) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.about = group, products, pieces, w
         ctx.save_for_backward(x, w)
         return torch.cat([s.wait() for s in _started_sums(lambda part: part @ w.T, x, group, "row", pieces)], 1)
 
     @staticmethod
     def backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
-        group, pieces = ctx.about
+        group, products, pieces, weight = ctx.about
         x, w = ctx.saved_tensors
         gathered, (dx,) = _gathered_product(dy, group, "row", pieces, [w.T])
-        return dx, gathered.flatten(0, 1).T @ x.flatten(0, 1), None, None
+        (dw,) = products.gradients([weight], lambda: [gathered.flatten(0, 1).T @ x.flatten(0, 1)])
+        return dx, dw, None, None, None
 
 
 class _RowRepeated(torch.autograd.Function):
     """
     forward    y (B, S, D) = x (B, S, I) w^T, all-reduced
-    backward   dy (B, S, D) all-reduced;  dx = dy w;  dw (D, I) = dy^T x
+    backward   dy (B, S, D) all-reduced;  dx = dy w;  dw (D, I) = dy^T x, now or later
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, w: Tensor, group: Group, pieces: int) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.about = group, pieces
+    def forward(ctx, x: Tensor, w: Tensor, group: Group, products: Products, pieces: int) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.about = group, products, pieces, w
         ctx.save_for_backward(x, w)
         parts = (part @ w.T for part in x.tensor_split(pieces, 1))
         return torch.cat([s.wait() for s in [comm.start_all_reduce(p, group, "row") for p in parts]], 1)
 
     @staticmethod
     def backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
-        group, pieces = ctx.about
+        group, products, pieces, weight = ctx.about
         x, w = ctx.saved_tensors
         parts = [part.clone(memory_format=torch.contiguous_format) for part in dy.tensor_split(pieces, 1)]
         sums = [comm.start_all_reduce(part, group, "row") for part in parts]
         dx = torch.cat([s.wait() @ w for s in sums], 1)
-        return dx, torch.cat(parts, 1).flatten(0, 1).T @ x.flatten(0, 1), None, None
+        (dw,) = products.gradients([weight], lambda: [torch.cat(parts, 1).flatten(0, 1).T @ x.flatten(0, 1)])
+        return dx, dw, None, None, None
 
 
 def _gathered_product(

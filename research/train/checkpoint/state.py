@@ -59,7 +59,8 @@ def pieces_of(storage: Storage) -> Iterator[Piece]:
     that the optimizer knows of them."""
     first = True
     for name, box, local in storage.weights():
-        shape, writes = storage.built.specs[name].shape, writes_copy(name, storage.copies(name))
+        shape = storage.built.specs[name].shape
+        writes = storage.built.first_holds(name) and writes_copy(name, storage.copies(name))
         inside = tuple(slice(size) for _, size in box)
         yield Piece(WEIGHT + name, shape, box, local[inside], writes)
         for key, value in storage.moments(name).items():

@@ -1,0 +1,71 @@
+"""What stages hand to each other in one walk through a program: activations, and the gradients of their inputs.
+
+B batch, S local sequence, D model
+"""
+
+from collections import deque
+from collections.abc import Callable
+
+from torch import Tensor
+
+from research import comm
+from research.mesh import Mesh
+from research.train.action import Action, Program
+
+PURPOSES = {"F": "activations", "B": "gradients"}
+
+
+class Handover:
+    """What the same rank needs next stays here, the rest travels. Nothing blocks but `take`, and `settle` where it may.
+
+    Messages of a sender are asked for in its order, each into a buffer of its own, and the next one as soon as the one
+    before it is used: it travels beside what is computed meanwhile.
+    """
+
+    def __init__(self, program: Program, mesh: Mesh, fresh: Callable[[int], Tensor]) -> None:
+        """`fresh(m)`: room for the residual stream (B, S, D) of microbatch m between two layers on this rank."""
+        self._program, self._fresh = program, fresh
+        me = mesh.at["pp"]
+        self._here: dict[Action, Tensor] = {}
+        self._leaving: dict[Action, comm.Pending] = {}
+        self._out = {to: mesh.way(me, to) for to in program.sends.values()}
+        self._in = {sender: mesh.way(sender, me) for sender in program.receives}
+        self._sender = {name: sender for sender, names in program.receives.items() for name in names}
+        self._due = {sender: deque(names) for sender, names in program.receives.items()}
+        self._coming: dict[int, dict[Action, comm.Receiving]] = {sender: {} for sender in program.receives}
+        for sender in program.receives:
+            self._ask(sender)
+
+    def settle(self, place: int) -> None:
+        """Before the entry at this place: let go of what has been sent and used since."""
+        for name in self._program.settled.get(place, ()):
+            self._leaving.pop(name).wait()
+
+    def give(self, name: Action, t: Tensor) -> None:
+        if name in self._program.sends:
+            self._leaving[name] = comm.start_send(t, self._out[self._program.sends[name]])
+        else:
+            self._here[name] = t
+
+    def take(self, name: Action) -> Tensor:
+        if name not in self._sender:
+            return self._here.pop(name)
+        sender = self._sender[name]
+        coming = self._coming[sender]
+        while name not in coming:
+            self._ask(sender)
+        result = coming.pop(name).wait()
+        if self._due[sender] and not coming:
+            self._ask(sender)
+        return result
+
+    def _ask(self, sender: int) -> None:
+        name = self._due[sender].popleft()
+        room = self._fresh(name.microbatch)
+        self._coming[sender][name] = comm.start_receive(room, self._in[sender], PURPOSES[name.kind])
+
+    def finish(self) -> None:
+        """All has been used."""
+        while self._leaving:
+            self._leaving.popitem()[1].wait()
+        assert not self._here and not any(self._due.values()) and not any(self._coming.values())
