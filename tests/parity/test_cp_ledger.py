@@ -1,13 +1,18 @@
 """What context parallelism receives, label by label, against the closed formulas of its README."""
 
+import json
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
+import yaml
 
 from research.data.tokens import open_tokens
 from research.launch.local import start
 from research.mesh import Mesh, total_ranks
+from research.parallel.cp import plan, starts
 from research.parallel.cp.cost import traffic
+from research.parallel.cp.plan import make_plan
 from research.settings import load
 from research.train.loop import Trainer
 from research.train.run import global_batches
@@ -68,3 +73,57 @@ def test_elements_of_a_full_ring(text, tmp_path, n, balance):
     assert forward == again == 2 * unit and back <= 2 * unit
     if balance == "striped":
         assert back == 2 * unit
+
+
+def usp(scheme):
+    """Factor of O(b L d) in an activation cost of USP, table 2."""
+    rows = yaml.safe_load(Path("experiments/papers/usp.yaml").read_text(encoding="utf-8"))[0]["rows"]
+    cost = next(row[4] for row in rows if row[0] == scheme)
+    return cost.partition(" O(")[0]
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_published_rows(n):
+    """Each of ours is the published one less what stays where it is. USP's ring has no keys and values sent again, ours
+    has: with these, and the hop home that a rank's own part needs not take, it would be 6 - 4/n."""
+    words = [f"cp.degree={n}", "model.kv_heads=8", "train.global_batch=2", "train.microbatches=1", "model.layers=1"]
+    words.append("data.sequence=65536")  # a ring of stripes spares one key
+
+    def factor(method):
+        config = load("experiments/configs/tiny.yaml", [*words, f"cp.method={method}", "cp.balance=striped"])
+        stream = config.train.global_batch * config.data.sequence * config.model.heads * config.model.head_dim
+        return sum(traffic(config).values()) / (stream * 8)
+
+    assert usp("SP-Ulysses") == "(8/N)" and factor("ulysses") == Fraction(8, n) * Fraction(n - 1, n)
+    assert usp("SP-Ring") == "4" and factor("ring") == pytest.approx(6 - 6 / n, rel=1e-4)
+    assert usp("TP-sp") == "10"  # test_tp_ledger.py: 10 (n-1)/n
+
+
+DOCUMENTS = "cp.degree=4 cp.balance=none model.document_mask=true train.global_batch=1 train.microbatches=1"
+
+
+def test_documents_spare_what_nobody_sees(tmp_path):
+    """By the plan of the sample, which ends documents within the parts of ranks."""
+    path = tmp_path / "short.jsonl"
+    path.write_text("".join(json.dumps({"text": f"a document of {n} squared"}) + "\n" for n in range(40)))
+    words = [*DOCUMENTS.split(), f"data.path={path}", f"data.cache={tmp_path}"]
+    config = load("experiments/configs/tiny.yaml", words)
+    c, sequence = config.model, config.data.sequence
+    (batch,) = global_batches(config, open_tokens(config.data)).microbatches_of(0)
+    plans = [make_plan(4, r, "none", sequence, 0, starts(batch.documents).numpy()) for r in range(4)]
+    each = c.layers * c.kv_heads * (c.head_dim + c.value_width) * 8
+    ranks = start(lambda p, d: received(config, p, d), 4, config.launch, 60.0)
+    for rank, (mine, found) in enumerate(zip(plans, ranks, strict=True)):
+        assert found.get("keys and values/exchange/F", 0) == mine.received() * each <= rank * sequence // 4 * each
+        assert found.get("gradients of keys and values/exchange/BW", 0) == mine.returned() * each
+    assert sum(p.received() for p in plans) < 6 * sequence // 4
+
+
+def test_planted_blocks_that_nobody_sees(text, tmp_path, monkeypatch):
+    """Results stay right where all keys go all round: the ledger alone tells."""
+    monkeypatch.setattr(plan, "_route", lambda owner, keys, views, n: plan.Route(owner, keys, 1, n - 1))
+    plan._plan_of_whole_samples.cache_clear()
+    config, ranks = bytes_of(text, tmp_path, "cp.degree=2", "cp.balance=none")
+    monkeypatch.undo()
+    plan._plan_of_whole_samples.cache_clear()
+    assert ranks[0] != traffic(config, 0)

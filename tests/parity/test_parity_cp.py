@@ -28,6 +28,9 @@ GRID = [
     "cp.degree=4 tp.degree=2 cp.method=hybrid cp.ulysses=2 tp.sequence=false",
     "cp.degree=2 dp.degree=2 model.balance_scope=sequence cp.balance=striped",
     "cp.degree=2 dp.degree=3 model.mtp_depth=2 model.layers=2 cp.balance=none",
+    "cp.degree=2 ep.degree=2",
+    "cp.degree=2 tp.degree=2 ep.degree=4 tp.sequence=false cp.balance=striped model.balance_scope=sequence",
+    "cp.degree=2 dp.degree=2 dp.zero=3 ep.degree=2 cp.method=ulysses model.window=20",
     "cp.degree=2 tp.degree=2 dp.degree=2 model.capacity=0.7 model.drop_by=score model.bias_rate=0.05",
 ]
 

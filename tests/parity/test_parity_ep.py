@@ -24,9 +24,6 @@ GRID = [
     "dp.degree=2 tp.degree=2 ep.degree=2 ep.tensor=2 model.capacity=1 model.bias_rate=0.05 ep.dispatch=all_gather",
     "dp.degree=2 ep.degree=2 model.load=worst model.top_k=1 ep.overlap=2 train.deterministic=true",
     "tp.degree=2 ep.degree=2 model.load=skewed model.bias_rate=0.05 ep.dispatch=all_gather train.recompute=full",
-    "cp.degree=2 ep.degree=2 train.recompute=full",
-    "dp.degree=2 cp.degree=2 tp.degree=2 ep.degree=4 ep.tensor=2 ep.overlap=2 model.balance_scope=sequence",
-    "cp.degree=2 tp.degree=2 tp.sequence=false ep.degree=4 ep.dispatch=all_gather model.capacity=1",
     "dp.degree=2 ep.degree=2 model.mtp_depth=1 model.layers=2 model.norm=post train.recompute=full",
 ]
 
@@ -43,7 +40,6 @@ LAYOUTS = [
     "dp.degree=4 tp.degree=2 tp.sequence=false ep.degree=2 ep.tensor=2",
     "tp.degree=4 tp.sequence=false ep.degree=2 ep.tensor=2",
     "tp.degree=8 model.kv_heads=1 ep.degree=8",
-    "cp.degree=4 tp.degree=2 ep.degree=4 ep.tensor=2",
 ]
 ROUTERS = [
     "",
