@@ -43,6 +43,7 @@ MAY_IMPORT = {
     "train",
     "research.generate": "build built comm config data generate launch mesh models train.checkpoint weights",
     "research.report": "config settings files record report",
+    "research.report.dry": "config data launch.process mesh train.loop train.memory train.optim train.run",
     "research.report.topology": "launch.process mesh report.figures",
     "research.report.trace": "build built config data launch.process mesh models parallel.axis train.loop train.run",
     "research.report.routes": "config mesh models parallel.axis report.trace",
