@@ -1,6 +1,7 @@
 """train.sbatch without Slurm: `srun` and `scontrol` are stand-ins that tell what they were given."""
 
 import os
+import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -41,6 +42,7 @@ def submit(tmp_path):
         Path(tmp_path, name).chmod(0o755)
     (tmp_path / "slurm").mkdir()
     (tmp_path / "slurm" / "env.sh").touch()
+    shutil.copy(ROOT / "slurm" / "job.sh", tmp_path / "slurm")
 
     def run(words=WORDS, folder=tmp_path, **changes):
         path = f"{tmp_path}:{os.environ['PATH']}"
@@ -58,7 +60,7 @@ def words_and_environment(job):
     return words, dict(w.split("=", 1) for w in lines if not w.startswith("word ") and "=" in w)
 
 
-@pytest.mark.parametrize("name", ["train.sbatch", "env.sh"])
+@pytest.mark.parametrize("name", ["train.sbatch", "ablate.sbatch", "job.sh", "env.sh"])
 def test_syntax(name):
     subprocess.run(["bash", "-n", str(ROOT / "slurm" / name)], check=True)
 
