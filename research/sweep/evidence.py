@@ -43,10 +43,12 @@ def judge(end: End) -> tuple[State, str]:
     if OUT_OF_MEMORY.search(end.error):
         return "out of memory", f"{how}, an allocation failed"
     if KILLED in how or KILLED in end.error:
+        what = how if KILLED in how else f"{how}, a rank was killed by {KILLED}"
         if end.oom_kills:
-            return "out of memory", f"{how}, {KILLED}: the kernel counted {end.oom_kills} OOM kills meanwhile"
+            some = "1 OOM kill" if end.oom_kills == 1 else f"{end.oom_kills} OOM kills"
+            return "out of memory", f"{what}: the kernel counted {some} meanwhile"
         counted = "the kernel tells no OOM kills" if end.oom_kills is None else "no OOM kill was counted"
-        return "failed", f"{how}, {KILLED}: {counted}"
+        return "failed", f"{what}: {counted}"
     return "failed", how if end.code else f"{how}, but there is no row"
 
 

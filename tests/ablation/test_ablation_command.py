@@ -107,7 +107,7 @@ def test_a_dry_look_runs_nothing_and_shows_where_arms_stand(ablation, command: C
     [
         ("bad", "failed", "exit code 1", "ValueError: bad is bad"),
         ("memory", "out of memory", "exit code 1, an allocation failed", "MemoryError"),
-        ("SIGKILL", "failed", "killed by SIGKILL, SIGKILL: no OOM kill was counted", ""),
+        ("SIGKILL", "failed", "killed by SIGKILL: no OOM kill was counted", ""),
         ("SIGSEGV", "failed", "killed by SIGSEGV", ""),
         ("quiet", "failed", "exit code 0, but there is no row", ""),
         ("slow", "timed out", "ran past its limit of 0.01 min, killed by SIGTERM", ""),
@@ -130,7 +130,7 @@ def test_a_kill_of_the_kernel_for_want_of_memory(ablation, command: Command, tmp
     monkeypatch.setattr(keeping, "oom_kills", lambda: next(counts))
     assert command(ablation(arms={"SIGKILL": []})) == (1, ["SIGKILL0"])
     (found,) = attempts.load(tmp_path / "results")
-    assert found.state == "out of memory" and "the kernel counted 1 OOM kills meanwhile" in found.evidence
+    assert found.state == "out of memory" and "the kernel counted 1 OOM kill meanwhile" in found.evidence
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
