@@ -34,6 +34,7 @@ from research.sweep.board import Board
 from research.sweep.keep import Notice, keep
 from research.sweep.scheduler import Unreachable
 from research.sweep.state import RETRY, prepared, standing, to_do
+from research.train.checkpoint.choice import reopen
 
 RUN = (sys.executable, "-m", "experiments.run")
 
@@ -96,7 +97,7 @@ def _shown(whole: Plan, runs: Sequence[RunConfig], todo: Sequence[RunConfig]) ->
 def _submitted(todo: Sequence[RunConfig]) -> int:
     for each in array.arrays(todo):
         try:
-            jobs = array.send(each)
+            jobs = array.send(each, before=reopen)
         except Unreachable as error:
             print(error, file=sys.stderr)
             return 1
@@ -117,7 +118,8 @@ def _run(whole: Plan, runs: Sequence[RunConfig], todo: Sequence[RunConfig]) -> N
             name = f"[{number}/{len(todo)}] {config.record.arm}, seed {config.train.seed}"
             board.say(f"{name}: {total_ranks(config)} ranks")
             folder = prepared(config)
-            attempt = keep(folder, [*RUN, str(folder / "attempt.json")], tick=partial(look, config))
+            command = [*RUN, str(folder / "attempt.json")]
+            attempt = keep(folder, command, tick=partial(look, config), before=partial(reopen, config))
             notice.check()
             if attempt is None:
                 board.say("    another process is at it")

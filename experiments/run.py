@@ -42,7 +42,7 @@ def train(words: Sequence[str], where: Joined | None) -> int:
         tell_failure(_failure(error, where), config)
         raise
     if where is None or where.place.rank == 0:
-        _report_stop(config) if row is None else _report(row, config)
+        _report_stop(config, where) if row is None else _report(row, config)
     return 0
 
 
@@ -68,9 +68,11 @@ def _report(row: Row, config: RunConfig) -> None:
         print(f"held-out text: loss {row.eval_loss:.4f}, perplexity {row.perplexity:.4g}{bits}")
 
 
-def _report_stop(config: RunConfig) -> None:
+def _report_stop(config: RunConfig, where: Joined | None) -> None:
+    """Ranks that a launcher started in a job are all that there is to the job; others may be one part of it."""
     print(f"asked to end, saved as {newest(folder_of(config))}; checkpoint.resume=auto goes on from there")
-    if (job := os.environ.get("SLURM_JOB_ID")) and config.checkpoint.resume in OWN:
+    job = os.environ.get("SLURM_JOB_ID") if where is not None and config.checkpoint.resume in OWN else None
+    if job:
         print(requeue(job))
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,13 +74,14 @@ def _options(config: RunConfig) -> tuple[str, ...]:
     )
 
 
-def send(array: Array) -> list[str]:
+def send(array: Array, before: Callable[[RunConfig], None] = lambda config: None) -> list[str]:
     """Submit it. Returns the job ids of its runs. Nobody else can start one of them meanwhile; a run that somebody is
-    at already finds that out by itself when its turn comes."""
+    at already finds that out by itself when its turn comes. `before` is called for each of the others."""
     with contextlib.ExitStack() as held:
         folders = [prepared(config) for config in array.runs]
-        for folder in folders:
-            held.enter_context(claimed(folder))
+        for config, folder in zip(array.runs, folders, strict=True):
+            if held.enter_context(claimed(folder)) is not None:
+                before(config)
         array_id = submit(array.options, str(SCRIPT), [array.runs[0].slurm.launcher, *map(str, folders)])
         jobs = [f"{array_id}_{index}" for index in range(len(folders))]
         for config, folder, job in zip(array.runs, folders, jobs, strict=True):

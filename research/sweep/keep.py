@@ -45,12 +45,17 @@ class Notice:
 
 
 def keep(
-    folder: Path, command: Sequence[str], job: str = "", tick: Callable[[], None] = lambda: None
+    folder: Path,
+    command: Sequence[str],
+    job: str = "",
+    tick: Callable[[], None] = lambda: None,
+    before: Callable[[], None] = lambda: None,
 ) -> Attempt | None:
     """Run `command`, which is to write the row of the attempt in `folder`, within its time limit. Returns the attempt
     as it ended; None where another process is at it. What has its row is not run again.
 
-    `tick` is called now and then; an exception in it, such as Ctrl-C, ends the run and is raised again.
+    `before` is called when it is sure that the run starts, and that nobody else is at it; `tick` now and then, and an
+    exception in it, such as Ctrl-C, ends the run and is raised again.
     """
     with claimed(folder) as lock:
         if lock is None:
@@ -60,6 +65,7 @@ def keep(
         if has_row(attempt, folder):
             return _written(dataclasses.replace(attempt, state="done", evidence="row written"), folder)
         forget_try(folder)
+        before()
         tries, host = attempt.tries + 1, socket.gethostname()
         attempt = dataclasses.replace(attempt, state="running", evidence="", error="", tries=tries, host=host, job=job)
         attempt = _written(dataclasses.replace(attempt, started=now(), ended=""), folder)
