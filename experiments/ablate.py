@@ -15,7 +15,7 @@ import argparse
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from rich.console import Console
@@ -23,7 +23,7 @@ from rich.console import Console
 from experiments.command import CHECKS, devices_here, main
 from experiments.tables import show
 from research.ablation import Plan, matching, plan, read
-from research.attempts import BAD
+from research.attempts import BAD, Attempt
 from research.config import ConfigError, Problem, RunConfig
 from research.launch.environment import Joined
 from research.mesh import total_ranks
@@ -57,7 +57,7 @@ def ablate(words: Sequence[str], where: Joined | None) -> int:
         return _shown(whole, runs, todo if given.submit else [])
     if given.submit:
         return _submitted(todo)
-    _run(whole, runs, todo)
+    _run(whole, runs, todo, stand)
     return _told(whole, runs)
 
 
@@ -106,7 +106,9 @@ def _submitted(todo: Sequence[RunConfig]) -> int:
     return 0
 
 
-def _run(whole: Plan, runs: Sequence[RunConfig], todo: Sequence[RunConfig]) -> None:
+def _run(
+    whole: Plan, runs: Sequence[RunConfig], todo: Sequence[RunConfig], stand: Mapping[str, Attempt]
+) -> None:
     """One after another, each in a process of its own."""
     with Notice() as notice, Board(whole, runs, Console()) as board:
 
@@ -119,7 +121,8 @@ def _run(whole: Plan, runs: Sequence[RunConfig], todo: Sequence[RunConfig]) -> N
             board.say(f"{name}: {total_ranks(config)} ranks")
             folder = prepared(config)
             command = [*RUN, str(folder / "attempt.json")]
-            attempt = keep(folder, command, tick=partial(look, config), before=partial(reopen, config))
+            seen = stand[run_id(config)].tries
+            attempt = keep(folder, command, seen=seen, tick=partial(look, config), before=partial(reopen, config))
             notice.check()
             if attempt is None:
                 board.say("    another process is at it")

@@ -28,7 +28,7 @@ def main(words: Sequence[str]) -> int:
         return 2
     folder = Path(words[0])
     with Notice() as notice:
-        attempt = keep(folder, words[1:], job_of(os.environ), notice.check)
+        attempt = keep(folder, words[1:], job_of(os.environ), tick=notice.check)
     if attempt is None:
         print(f"{folder.name}: another process is at it")
         return 0

@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from research.config import RunConfig, Value
+from research.config import ConfigError, Problem, RunConfig, Value
 from research.files import write_atomically
 from research.record import run_id
 from research.settings import to_mapping
@@ -97,14 +97,14 @@ def write(attempt: Attempt, folder: Path) -> None:
 
 
 def read(folder: Path) -> Attempt | None:
-    """None where no sweep has started it. Raises ValueError naming a file that is no attempt."""
+    """None where no sweep has started it. Raises ConfigError naming a file that is no attempt."""
     path = folder / "attempt.json"
     tree = _get(path)
     if tree is None:
         return None
     names = {f.name for f in dataclasses.fields(Attempt)}
     if not isinstance(tree, dict) or set(tree) != names or tree["state"] not in STATES:
-        raise ValueError(f"{path} is no attempt of this version: remove {folder}")
+        raise ConfigError([Problem(str(path), None, "is no attempt of this version", f"remove {folder}")])
     return Attempt(**tree)
 
 
@@ -170,4 +170,4 @@ def _get(path: Path) -> Any:
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+        raise ConfigError([Problem(str(path), None, f"cannot be read: {error}")]) from error

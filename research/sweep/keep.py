@@ -48,11 +48,13 @@ def keep(
     folder: Path,
     command: Sequence[str],
     job: str = "",
+    seen: int | None = None,
     tick: Callable[[], None] = lambda: None,
     before: Callable[[], None] = lambda: None,
 ) -> Attempt | None:
     """Run `command`, which is to write the row of the attempt in `folder`, within its time limit. Returns the attempt
-    as it ended; None where another process is at it. What has its row is not run again.
+    as it ended; None where another process is at it. What has its row is not run again, nor what somebody has tried
+    since it was `seen` to have so many tries.
 
     `before` is called when it is sure that the run starts, and that nobody else is at it; `tick` now and then, and an
     exception in it, such as Ctrl-C, ends the run and is raised again.
@@ -64,6 +66,8 @@ def keep(
         assert attempt is not None, f"{folder} holds no attempt"
         if has_row(attempt, folder):
             return _written(dataclasses.replace(attempt, state="done", evidence="row written"), folder)
+        if seen is not None and attempt.tries > seen:
+            return attempt
         forget_try(folder)
         before()
         tries, host = attempt.tries + 1, socket.gethostname()

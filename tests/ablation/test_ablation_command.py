@@ -158,23 +158,24 @@ def test_a_sweep_that_is_killed_takes_its_run_along_and_goes_on(ablation, comman
     assert [r.arm for r in load(tmp_path / "results")] == ["one"]
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(200)
 def test_eight_sweeps_at_once_lose_and_repeat_nothing(ablation, command: Command, tmp_path: Path) -> None:
     """Three of them are killed on the way, and one more comes after."""
-    arms = {f"steps{i}": [] for i in range(8)}
+    arms = {f"steps{i}": [] for i in range(7)} | {"bad": []}
     path = ablation(arms=arms, seeds=[0, 1])
     sweeps = [forked(lambda: command(path)[0]) for _ in range(8)]
-    until(lambda: len(list((tmp_path / "results" / "rows").glob("steps*"))) > 3 or len(states(tmp_path)) > 4)
+    until(lambda: len(list((tmp_path / "results" / "rows").glob("axes-steps*"))) > 3 or len(states(tmp_path)) > 4)
     for pid in sweeps[:3]:
         os.kill(pid, signal.SIGKILL)
     ends = [exit_status(pid) for pid in sweeps]
-    assert ends[3:] == [0] * 5
+    assert set(ends[3:]) <= {0, 1}  # 1 where the arm that fails had its turn
     until(lambda: not running(tmp_path))
-    assert command(path)[0] == 0
+    assert command(path)[0] == 1
     rows = load(tmp_path / "results")
-    assert Counter((r.arm, r.seed) for r in rows) == Counter({(arm, seed): 1 for arm in arms for seed in (0, 1)})
+    wanted = {(arm, seed): 1 for arm in arms if arm != "bad" for seed in (0, 1)}
+    assert Counter((r.arm, r.seed) for r in rows) == Counter(wanted)
     starts = Counter((tmp_path / "results" / "starts").read_text().split())
-    assert starts.total() - len(rows) <= 3  # what was running when its sweep was killed
+    assert starts.total() - len(rows) - 2 <= 3  # what was running when its sweep was killed
 
 
 def forked(body: Callable[[], int]) -> int:
@@ -208,7 +209,7 @@ def running(folder: Path) -> list[str]:
 
 
 def until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
+    end = time.monotonic() + 100
     while not true():
         assert time.monotonic() < end
         time.sleep(0.02)
