@@ -24,7 +24,7 @@ test-slow: setup
 
 # Runs every notebook where it lies and keeps what it says.
 notebooks: setup
-	$(PY) -m jupyter execute --inplace --NotebookClient.record_timing=False notebooks/*.ipynb
+	$(PY) -m jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False notebooks/*.ipynb
 
 bench: setup
 	$(PY) -m experiments.bench
