@@ -28,6 +28,7 @@ notebooks: setup
 
 bench: setup
 	$(PY) -m experiments.bench
+	$(PY) -m experiments.pipeline
 
 gpu: setup
 	$(PY) -m experiments.gpu

@@ -51,6 +51,7 @@ MAY_IMPORT = {
     "research.report.schedules": "parallel.pp",
     "research.report.tokens": "parallel.cp report.figures",
     "research.bench": "bench config files launch mesh models settings train",
+    "research.bench.pipeline": "comm config data.tokens launch ledger mesh models parallel.pp train",
     "research.reproduce": "parallel.pp reproduce",
     "experiments": "research experiments.command experiments.tables",
 }
