@@ -33,7 +33,7 @@ def alike(found, tolerance):
     "names", [("1f1b", "interleaved", "zbv"), pytest.param(tuple(FAMILIES), marks=SLOW)], ids=["three", "all"]
 )
 def test_sleeping_stages_take_their_simulated_time(config, names):
-    alike([slept(config(name, *SLEPT), 0.05, 0.05, 0.05) for name in names], 0.1)
+    alike([slept(config(name, *SLEPT), 0.1, 0.1, 0.1) for name in names], 0.1)
 
 
 @SLOW
