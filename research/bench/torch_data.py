@@ -28,8 +28,8 @@ PEERS = {"DistributedDataParallel": DistributedDataParallel, "fully_shard": full
 
 
 class TorchTraining:
-    """Steps of AdamW from our initial weights. The peers average gradients over ranks, of which each has as many tokens:
-    so does the loss."""
+    """Steps of AdamW from our initial weights. The peers average gradients over ranks, of which each has as many
+    tokens: so does the loss."""
 
     def __init__(self, config: RunConfig, peer: str, world: Group, device: torch.device) -> None:
         self.world, self.clip = world, config.train.clip
