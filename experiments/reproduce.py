@@ -1,7 +1,7 @@
 """Print published figures, ours beside them, and the difference. Exit status 1 where one does not match.
 
-    python -m experiments.reproduce                                                # every paper
-    python -m experiments.reproduce zero_bubble controllable_memory dualpipe gpipe
+    python -m experiments.reproduce              # every paper
+    python -m experiments.reproduce zero gpipe   # these, of: zero_bubble, controllable_memory, dualpipe, gpipe, zero
 
 The published figures stand in experiments/papers/, each with its source.
 """
@@ -23,7 +23,7 @@ FIGURES = Path(__file__).parent / "papers"
 
 def show(paper: str, cells: Iterable[Cell], console: Console) -> tuple[int, int]:
     """Print a table for each of a paper's tables; returns how many cells match, of how many."""
-    found = list(track(cells, f"simulating {paper}", console=Console(stderr=True), transient=True))
+    found = list(track(cells, paper, console=Console(stderr=True), transient=True))
     for title, group in groupby(sorted(found, key=lambda c: c.table), key=lambda c: c.table):
         table = Table("", "", "theirs", "ours", "difference", "", title=f"{paper}, {title}", title_justify="left")
         for c in group:

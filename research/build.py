@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from research import comm
-from research.built import Built
+from research.built import Built, hollow
 from research.config import RunConfig
 from research.mesh import Box, Group, Layout, Mesh
 from research.models import seams
@@ -20,8 +20,11 @@ from research.parallel.axis import AXES, staged
 Values = Callable[[str, Spec, Layout], Tensor]  # a parameter -> this rank's box of it, padded to its local shape
 
 
-def build(config: RunConfig, mesh: Mesh, device: torch.device, values: Values | None = None) -> Built:
-    """The model on `device`: with its initial values in float32 (float64 in a float64 run), or with those given."""
+def build(
+    config: RunConfig, mesh: Mesh, device: torch.device, values: Values | None = None, later: bool = False
+) -> Built:
+    """The model on `device`: with its initial values in float32 (float64 in a float64 run), or with those given; or
+    `later`, when the storage asks for those that are trained, one by one."""
     values = values or initial_values(config, mesh, device)
     held = staged(config).stages(config)  # by pp coordinate
     here = dict(held[mesh.at["pp"]])
@@ -33,14 +36,20 @@ def build(config: RunConfig, mesh: Mesh, device: torch.device, values: Values | 
     replicas = {name: mesh.replicas(layout) for name, layout in layouts.items()}
     copies = copies_of(held, declared, mesh)
     attached = wired(config, mesh)
+
+    def initial(name: str) -> Tensor:
+        return values(name, declared[name], layouts[name])
+
     for path, module in model.named_modules():
         if isinstance(module, Block):
             module.seams = attached
             for leaf, spec in module.specs.items():
                 name = f"{path}.{leaf}".lstrip(".")
-                setattr(module, leaf, nn.Parameter(values(name, spec, layouts[name]), requires_grad=spec.trained))
+                wait = later and spec.trained
+                value = hollow(layouts[name].local_shape(), torch.float32, device) if wait else initial(name)
+                setattr(module, leaf, nn.Parameter(value, requires_grad=spec.trained))
     stages = {n: stage for stage in sorted(here, reverse=True) for n in names_of(here[stage], declared)}
-    return Built(model, mesh, declared, layouts, replicas, attached, here, stages, copies)
+    return Built(model, mesh, declared, layouts, replicas, attached, here, initial, stages, copies)
 
 
 def united(parts: Iterable[Parts]) -> Parts:

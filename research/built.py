@@ -1,8 +1,10 @@
 """What `build` makes, and what trains it reads: the model of this rank with what is known of each parameter."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from research.mesh import Group, Layout, Mesh
 from research.models.decoder import Decoder, Parts
@@ -25,6 +27,7 @@ class Built:
     replicas: dict[str, Group]
     seams: Seams
     parts: dict[int, Parts]  # by stage that is here
+    initial: Callable[[str], Tensor]  # a parameter's first value on this rank, padded to its local shape
     stages: dict[str, int] = field(default_factory=dict)  # of those that are here, but not on stage 0
     copies: dict[str, Group] = field(default_factory=dict)  # of those that other stages hold too: the ranks across them
 
@@ -32,3 +35,10 @@ class Built:
         """Whether this rank is the first of the pp axis that holds this parameter, so that it counts once."""
         group = self.copies.get(name)
         return group is None or group.rank == 0
+
+
+def hollow(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor with a shape and without memory, for whoever gives it some."""
+    tensor = torch.empty(shape, dtype=dtype, device=device)
+    tensor.untyped_storage().resize_(0)
+    return tensor

@@ -99,6 +99,7 @@ class Mesh:
         self._timeout = timedelta(seconds=timeout_s)
         self._made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup | None] = {}
         self._partitions: dict[Hashable, tuple[int, ...]] = {}
+        self._labels: dict[tuple[int, ...], str] = {}
 
     @classmethod
     def from_config(cls, config: RunConfig, world: int, rank: int, fake: bool = False) -> "Mesh":
@@ -173,9 +174,11 @@ class Mesh:
         return self._labelled(self._partition("", ("copies", parts, layout), color))
 
     def _labelled(self, group: Group) -> Group:
-        places = [self.coordinates(r) for r in group.ranks]
-        along = [axis for axis in DENSE if len({at[axis] for at in places}) > 1]
-        return dataclasses.replace(group, axis="*".join(along) or "dp")
+        if group.ranks not in self._labels:
+            places = [self.coordinates(r) for r in group.ranks]
+            along = [axis for axis in DENSE if len({at[axis] for at in places}) > 1]
+            self._labels[group.ranks] = "*".join(along) or "dp"
+        return dataclasses.replace(group, axis=self._labels[group.ranks])
 
     def holders(self, stages: tuple[int, ...]) -> Group:
         """The ranks at this rank's place in each of these pp coordinates, which hold copies of a parameter; this rank

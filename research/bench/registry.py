@@ -25,8 +25,27 @@ def tensor() -> Iterator[RankedCase]:
     return cases()
 
 
+def ddp() -> Iterator[RankedCase]:
+    """Training steps of data parallelism against torch's DistributedDataParallel, on 2 and 4 processes."""
+    from research.bench.data import cases
+
+    return cases(0, "DistributedDataParallel")
+
+
+def fsdp() -> Iterator[RankedCase]:
+    """Training steps of ZeRO's stage 3 against torch's fully_shard, on 2 and 4 processes."""
+    from research.bench.data import cases
+
+    return cases(3, "fully_shard")
+
+
 # Those that fork ranks come first: before any threaded kernel has run in this process.
-BENCHES: Mapping[str, Callable[[], Iterator[Case | RankedCase]]] = {"tensor": tensor, "layer": layer}
+BENCHES: Mapping[str, Callable[[], Iterator[Case | RankedCase]]] = {
+    "ddp": ddp,
+    "fsdp": fsdp,
+    "tensor": tensor,
+    "layer": layer,
+}
 
 
 def needs(package: str) -> None:

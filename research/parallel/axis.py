@@ -49,6 +49,10 @@ class Stores(Protocol):
 
     def storage(self, config: RunConfig, built: Built, device: torch.device) -> Storage: ...
 
+    def makes_parameters(self, config: RunConfig) -> bool:
+        """Whether the storage does it, as no rank has room for all of them at once."""
+        ...
+
 
 @runtime_checkable
 class Staged(Protocol):
@@ -110,3 +114,8 @@ def storage(config: RunConfig, built: Built, device: torch.device) -> Storage:
         if isinstance(axis, Stores):
             return axis.storage(config, built, device)
     return Storage(built, config.train, device)
+
+
+def makes_parameters(config: RunConfig) -> bool:
+    """Whether the storage of this config makes the parameters, so that `build` must not."""
+    return any(axis.makes_parameters(config) for axis in AXES if isinstance(axis, Stores))

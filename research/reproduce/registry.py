@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from research.reproduce import controllable_memory, dualpipe, gpipe, zero_bubble
+from research.reproduce import controllable_memory, dualpipe, gpipe, zero, zero_bubble
 from research.reproduce.cells import Cell
 
 Paper = Callable[[Path], Iterable[Cell]]  # folder of published figures -> every cell
@@ -13,4 +13,5 @@ PAPERS: Mapping[str, Paper] = {
     "controllable_memory": controllable_memory.cells,
     "dualpipe": dualpipe.cells,
     "gpipe": gpipe.cells,
+    "zero": zero.cells,
 }

@@ -17,7 +17,7 @@ from research.config import RunConfig, TrainConfig
 from research.data.batches import HeldOut
 from research.mesh import Mesh
 from research.models.batch import Batch
-from research.parallel.axis import cut_batch, staged, storage
+from research.parallel.axis import cut_batch, makes_parameters, staged, storage
 from research.train.executor import Denominators, execute
 from research.train.optim import learning_rate, move_biases
 
@@ -66,7 +66,7 @@ class Trainer:
         torch.use_deterministic_algorithms(config.train.deterministic)
         self.config, self.mesh, self.device = config, mesh, device
         self.world = mesh.group("world")
-        self.built = build(config, mesh, device)
+        self.built = build(config, mesh, device, later=makes_parameters(config))
         self.storage = storage(config, self.built, device)
         self.execute = execute
         self.staged = staged(config)

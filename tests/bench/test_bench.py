@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from experiments import bench
-from research.bench import registry, side_by_side, tensor
+from research.bench import data, registry, side_by_side, tensor
 from research.bench.side_by_side import Case, NotEqualError, Side, compare, cpu_s, gate
 from research.bench.torch_tensor import TorchTraining
-from research.config import LaunchConfig
+from research.config import LaunchConfig, replace
 from research.launch.local import RankError
 
 ONE = torch.ones(3)
@@ -113,6 +113,20 @@ def test_tensor_parallel_steps_are_equal(monkeypatch, sequence):
         compare(planted, 2)
 
 
+@pytest.mark.parametrize("zero, peer", [(0, "DistributedDataParallel"), (3, "fully_shard")])
+def test_data_parallel_steps_are_equal(monkeypatch, zero, peer):
+    """The gate of the real cases, on a smaller model; and a planted fault in what the second step starts from."""
+    monkeypatch.setattr(data, "LENGTH", 16)
+    monkeypatch.setattr(data, "MODEL", {**data.MODEL, "dim": 64, "layers": 2, "head_dim": 8, "vocab": 256})
+    two, four = data.cases(zero, peer)
+    assert [r.error < data.TOLERANCE for r in compare(two, 2)] == [True] and four.ranks == 4
+    real = data.TorchTraining
+    faster = replace(two.make.args[0], {"train.lr": 1.1e-3})
+    monkeypatch.setattr(data, "TorchTraining", lambda config, *rest: real(faster, *rest))
+    with pytest.raises(RankError, match=f"losses and norms of quintet and torch {peer} differ by"):
+        compare(two, 2)
+
+
 def test_the_command(monkeypatch, tmp_path, capsys):
     def waits():
         """Waits."""
@@ -131,7 +145,7 @@ def test_the_command(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize("word", ["lyer", "repetitions=1", "repetitions=x"])
 def test_bad_words(word, capsys):
     assert bench.main([word]) == 1
-    assert f"{word} is no bench; legal: tensor, layer, and repetitions=N" in capsys.readouterr().err
+    assert f"{word} is no bench; legal: ddp, fsdp, tensor, layer, and repetitions=N" in capsys.readouterr().err
 
 
 def test_a_missing_peer_is_told(monkeypatch, capsys):

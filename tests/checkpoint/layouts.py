@@ -10,6 +10,7 @@ from research.build import normal
 from research.config import ModelConfig
 from research.mesh import Box, Layout, Mesh
 from research.models.decoder import Decoder, specs
+from research.parallel.dp.shards import Cut
 from research.train.checkpoint.pieces import Piece
 from research.train.checkpoint.state import writes_copy
 
@@ -20,7 +21,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Made:
-    """Degrees of a made-up layout. `zero` cuts each box over its copies along the first dim that divides."""
+    """Degrees of a made-up layout. `zero` cuts each box over its copies."""
 
     dp: int = 1
     tp: int = 1
@@ -60,7 +61,7 @@ def boxes(made: Made) -> Iterator[tuple[int, str, Box, bool]]:
             if mesh.at["pp"] in stages_of(name, made.pp):
                 holders.setdefault(layout.box(mesh.at), []).append(mesh.rank)
         for box, ranks in holders.items():
-            yield from shards(name, box, ranks) if made.zero else copies(name, box, ranks)
+            yield from shards(name, box, layout.local_shape(), ranks) if made.zero else copies(name, box, ranks)
 
 
 def copies(name: str, box: Box, ranks: list[int]) -> Iterator[tuple[int, str, Box, bool]]:
@@ -68,15 +69,10 @@ def copies(name: str, box: Box, ranks: list[int]) -> Iterator[tuple[int, str, Bo
     return ((rank, name, box, i == writer) for i, rank in enumerate(ranks))
 
 
-def shards(name: str, box: Box, ranks: list[int]) -> Iterator[tuple[int, str, Box, bool]]:
-    n = len(ranks)
-    dim = next((d for d, (_, size) in enumerate(box) if size and size % n == 0), None)
-    if dim is None:
-        yield from copies(name, box, ranks)
-        return
-    (low, size) = box[dim]
-    for i, rank in enumerate(ranks):
-        yield rank, name, (*box[:dim], (low + i * size // n, size // n), *box[dim + 1 :]), True
+def shards(name: str, box: Box, shape: tuple[int, ...], ranks: list[int]) -> Iterator[tuple[int, str, Box, bool]]:
+    """Some of the last ones may be empty."""
+    cut = Cut(shape, len(ranks))
+    return ((rank, name, cut.box(box, i), True) for i, rank in enumerate(ranks))
 
 
 @dataclass

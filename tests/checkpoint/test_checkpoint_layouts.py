@@ -18,6 +18,7 @@ LAYOUTS = {
     "tp4": Made(tp=4),  # 250 rows over 4 ranks are padded, 2 kv heads are held by 2 ranks each
     "tp3": Made(tp=3, etp=3),
     "dp3_zero": Made(dp=3, zero=True),
+    "dp5_zero": Made(dp=5, zero=True),  # nothing but a width of 50 divides; 6 experts leave rank 3 and 4 without
     "dp2_ep2_pp2": Made(dp=2, pp=2, ep=2),
     "dp4_ep3_zero": Made(dp=6, ep=3, zero=True),
     "tp4_zero": Made(dp=2, tp=4, zero=True),

@@ -58,6 +58,8 @@ def interrupted(config, at, **changes):
         "dp.degree=3 train.dtype=float32 train.schedule=wsd model.mtp_depth=2 model.capacity=1.2",
         "dp.degree=2 train.dtype=bfloat16 model.tied=true train.recompute=full",
         "dp.degree=2 train.dtype=bfloat16 train.bucket_mib=0.01 model.router_score=sigmoid",
+        "dp.degree=3 dp.zero=1 train.dtype=bfloat16",
+        "dp.degree=3 dp.zero=3 train.dtype=bfloat16 dp.grad_dtype=bfloat16 model.tied=true",
     ],
 )
 def test_same_layout_is_bitwise(configure, words):
@@ -84,6 +86,10 @@ def test_same_layout_is_bitwise(configure, words):
         ({"tp.degree": 4}, {"tp.degree": 2, "dp.degree": 2, "tp.sequence": False}),
         ({"tp.degree": 2}, {"tp.degree": 1}),
         ({"dp.degree": 2}, {"tp.degree": 4, "dp.degree": 1}),
+        ({"dp.degree": 3, "dp.zero": 3}, {"dp.degree": 2, "dp.zero": 0}),
+        ({"dp.degree": 2, "dp.zero": 0}, {"dp.degree": 4, "dp.zero": 2, "dp.replicas": 2}),
+        ({"dp.degree": 2, "dp.zero": 1}, {"tp.degree": 2, "dp.zero": 3}),
+        ({"dp.degree": 4, "dp.zero": 2, "dp.replicas": 2, "ep.degree": 2}, {"dp.replicas": 1, "dp.zero": 1}),
         ({"dp.degree": 4, "ep.degree": 4}, {"dp.degree": 1, "tp.degree": 2, "ep.degree": 1, "ep.tensor": 2}),
     ],
     ids=str,

@@ -1,7 +1,10 @@
 """Model states of each stage against the formulas of its README, to the byte; and how much is gathered at once."""
 
+import weakref
+
 import pytest
 
+from research import build
 from research.data.tokens import open_tokens
 from research.launch.local import start
 from research.mesh import Mesh, total_ranks
@@ -101,3 +104,28 @@ def test_kept_parameters_are_all_there_between_forward_and_backward(text, tmp_pa
     config = configured(text, tmp_path, "dp.degree=2", "dp.zero=3", "dp.keep_gathered=true")
     for found, left in on_ranks(config, gathered):
         assert found == [True, True] and not any(left)
+
+
+def test_no_rank_makes_all_parameters(text, tmp_path, monkeypatch):
+    """In stage 3 each is made, cut and dropped before the next one."""
+    made, most = [], []
+
+    def watched(config, mesh, device, real=build.initial_values):
+        values = real(config, mesh, device)
+
+        def noted(*about):
+            most.append(sum(m() is not None for m in made))
+            tensor = values(*about)
+            made.append(weakref.ref(tensor.untyped_storage()))
+            return tensor
+
+        return noted
+
+    monkeypatch.setattr(build, "initial_values", watched)
+
+    def trained(place, device):
+        Trainer(config, Mesh.from_config(config, place.world, place.rank), device)
+        return max(most), len(made)
+
+    config = configured(text, tmp_path, "dp.degree=2", "dp.zero=3", "train.dtype=bfloat16")
+    assert start(trained, 2, config.launch, 60.0) == [(0, 39), (0, 39)]

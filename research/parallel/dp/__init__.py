@@ -62,3 +62,6 @@ class DataParallel:
         if config.dp.zero == 0:
             return Storage(built, config.train, device, grad_dtype)
         return Zero(built, config.train, device, grad_dtype, config.dp)
+
+    def makes_parameters(self, config: RunConfig) -> bool:
+        return config.dp.zero == 3

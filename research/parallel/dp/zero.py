@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from research.built import Built
+from research.built import Built, hollow
 from research.config import DpConfig, TrainConfig
 from research.mesh import Box, Group
 from research.parallel.dp.gather import Gathering, units_of
@@ -73,13 +73,21 @@ class Zero(Storage):
 
     def _shard(self, name: str, place: Place, rank: int, flat: Tensor, kept: Tensor | None) -> Shard:
         used, cut = self._parameters[name], place.cut
-        part = cut.split(used.detach()).select(cut.dim, rank)
+        whole = self.built.initial(name) if self.cuts_parameters else used.detach()
+        part = cut.split(whole).select(cut.dim, rank)
         weight = part.contiguous() if kept is None else place.weight(kept).view(cut.shard_shape).copy_(part)
         # The optimizer steps what forward uses where that has the master's dtype and lies in one piece.
         own = place.dtype == self.dtype
         master = weight if own else part.clone(memory_format=torch.contiguous_format)
         self._cast(name)
         return Shard(name, used, master, place.gradient(flat).view(cut.shard_shape), place)
+
+    def _cast(self, name: str) -> None:
+        if self.cuts_parameters:
+            used = self._parameters[name]
+            used.data = hollow(tuple(used.shape), self._used_dtype(name), self.device)
+        else:
+            super()._cast(name)
 
     def begin_forward(self, stage: int) -> None:
         self._gathering.begin(stage)
