@@ -25,8 +25,19 @@ def tensor() -> Iterator[RankedCase]:
     return cases()
 
 
+def context() -> Iterator[RankedCase]:
+    """Training steps at cp=2, ring and zigzag, against torch's own ring attention and against one process."""
+    from research.bench.context import cases
+
+    return cases()
+
+
 # Those that fork ranks come first: before any threaded kernel has run in this process.
-BENCHES: Mapping[str, Callable[[], Iterator[Case | RankedCase]]] = {"tensor": tensor, "layer": layer}
+BENCHES: Mapping[str, Callable[[], Iterator[Case | RankedCase]]] = {
+    "tensor": tensor,
+    "context": context,
+    "layer": layer,
+}
 
 
 def needs(package: str) -> None:

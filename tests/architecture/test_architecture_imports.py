@@ -49,13 +49,13 @@ MAY_IMPORT = {
     "research.report.routes": "config mesh models parallel.axis report.trace",
     "research.report.schedules": "parallel.pp",
     "research.report.tokens": "parallel.cp report.figures",
-    "research.bench": "bench config files launch mesh models settings train",
+    "research.bench": "bench comm config files launch mesh models parallel.axis settings train",
     "research.reproduce": "parallel.pp reproduce",
     "experiments": "research experiments.command experiments.tables",
 }
 ALONE = ("research", "research.parallel")  # packages without code
 DISTRIBUTED = ("research.mesh", "research.comm", "research.launch", "research.train.checkpoint")
-PEERS = ("research.bench.torch_tensor",)  # what we are compared with
+PEERS = ("research.bench.torch_tensor", "research.bench.torch_context")  # what we are compared with
 ENVIRONMENT = ("research.launch.environment", "experiments")
 TOPOLOGY = {"rank", "ranks", "group", "groups", "degree", "degrees", "axis", "axes", "mesh", "world"}
 TOPOLOGY |= {"tp", "cp", "ep", "pp", "dp", "etp", "edp"}
