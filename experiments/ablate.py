@@ -106,9 +106,7 @@ def _submitted(todo: Sequence[RunConfig]) -> int:
     return 0
 
 
-def _run(
-    whole: Plan, runs: Sequence[RunConfig], todo: Sequence[RunConfig], stand: Mapping[str, Attempt]
-) -> None:
+def _run(whole: Plan, runs: Sequence[RunConfig], todo: Sequence[RunConfig], stand: Mapping[str, Attempt]) -> None:
     """One after another, each in a process of its own."""
     with Notice() as notice, Board(whole, runs, Console()) as board:
 

@@ -39,11 +39,19 @@ def fsdp() -> Iterator[RankedCase]:
     return cases(3, "fully_shard")
 
 
+def context() -> Iterator[RankedCase]:
+    """Training steps at cp=2, ring and zigzag, against torch's own ring attention and against one process."""
+    from research.bench.context import cases
+
+    return cases()
+
+
 # Those that fork ranks come first: before any threaded kernel has run in this process.
 BENCHES: Mapping[str, Callable[[], Iterator[Case | RankedCase]]] = {
     "ddp": ddp,
     "fsdp": fsdp,
     "tensor": tensor,
+    "context": context,
     "layer": layer,
 }
 

@@ -5,7 +5,7 @@ B batch, S tokens, D model, H heads, G kv heads, h head dim
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -27,13 +27,20 @@ from research.models.batch import Batch
 from research.models.rope import Rotary, rotary
 from research.train.optim import adamw
 
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # (B, H, S, h), (B, G, S, h) twice -> (B, H, S, h), causal
+
+
+def alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """All tokens are here."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
 
 class Attention(nn.Module):
     """(B, S, D) -> (B, S, D); with some of the heads where its linear layers are cut."""
 
-    def __init__(self, c: ModelConfig) -> None:
+    def __init__(self, c: ModelConfig, attend: Attend) -> None:
         super().__init__()
-        self.head_dim = c.head_dim
+        self.head_dim, self.attend = c.head_dim, attend
         self.wq = nn.Linear(c.dim, c.heads * c.head_dim, bias=False)
         self.wk = nn.Linear(c.dim, c.kv_heads * c.head_dim, bias=False)
         self.wv = nn.Linear(c.dim, c.kv_heads * c.head_dim, bias=False)
@@ -42,8 +49,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, turns: Rotary) -> Tensor:
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         q, k, v = (t.transpose(1, 2) for t in (turned(q, turns), turned(k, turns), v))
-        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-        y: Tensor = self.wo(o.transpose(1, 2).flatten(2))
+        y: Tensor = self.wo(self.attend(q, k, v).transpose(1, 2).flatten(2))
         return y
 
 
@@ -67,10 +73,10 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, c: ModelConfig) -> None:
+    def __init__(self, c: ModelConfig, attend: Attend) -> None:
         super().__init__()
         self.attention_norm, self.ffn_norm = (nn.RMSNorm(c.dim, c.norm_eps) for _ in range(2))
-        self.attention, self.ffn = Attention(c), FeedForward(c)
+        self.attention, self.ffn = Attention(c, attend), FeedForward(c)
 
     def forward(self, x: Tensor, turns: Rotary) -> Tensor:
         x = x + self.attention(self.attention_norm(x), turns)
@@ -81,10 +87,10 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     """(B, S) ids -> (B, S, V) logits"""
 
-    def __init__(self, c: ModelConfig) -> None:
+    def __init__(self, c: ModelConfig, attend: Attend = alone) -> None:
         super().__init__()
         self.embedding = nn.Embedding(c.vocab, c.dim)
-        self.layers = nn.ModuleList(Layer(c) for _ in range(c.layers))
+        self.layers = nn.ModuleList(Layer(c, attend) for _ in range(c.layers))
         self.norm, self.head = nn.RMSNorm(c.dim, c.norm_eps), nn.Linear(c.dim, c.vocab, bias=False)
 
     def forward(self, ids: Tensor, turns: Rotary) -> Tensor:

@@ -52,7 +52,7 @@ MAY_IMPORT = {
     "research.report.routes": "config mesh models parallel.axis report.trace",
     "research.report.schedules": "parallel.pp",
     "research.report.tokens": "parallel.cp report.figures",
-    "research.bench": "bench build comm config files launch mesh models settings train",
+    "research.bench": "bench build comm config files launch mesh models parallel.axis settings train",
     "research.bench.pipeline": "comm config data.tokens launch ledger mesh models parallel.pp train",
     "research.reproduce": "parallel.pp reproduce",
     # It counts what the storage that trains keeps and sends.
@@ -61,7 +61,7 @@ MAY_IMPORT = {
 }
 ALONE = ("research", "research.parallel")  # packages without code
 DISTRIBUTED = ("research.mesh", "research.comm", "research.launch", "research.train.checkpoint")
-PEERS = ("research.bench.torch_data", "research.bench.torch_tensor")  # what we are compared with
+PEERS = tuple(f"research.bench.torch_{axis}" for axis in ("context", "data", "tensor"))  # what we are compared with
 ENVIRONMENT = ("research.launch.environment", "experiments")
 TOPOLOGY = {"rank", "ranks", "group", "groups", "degree", "degrees", "axis", "axes", "mesh", "world"}
 TOPOLOGY |= {"tp", "cp", "ep", "pp", "dp", "etp", "edp"}

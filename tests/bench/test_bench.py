@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from experiments import bench
-from research.bench import data, registry, side_by_side, tensor
+from research.bench import context, data, registry, side_by_side, tensor, torch_context
 from research.bench.side_by_side import Case, NotEqualError, Side, compare, cpu_s, gate
 from research.bench.torch_tensor import TorchTraining
 from research.config import LaunchConfig, replace
@@ -127,6 +127,17 @@ def test_data_parallel_steps_are_equal(monkeypatch, zero, peer):
         compare(two, 2)
 
 
+def test_context_parallel_steps_are_equal(monkeypatch):
+    """The gate of the real case, on a smaller model; and a planted fault in the keys that torch's ring is given."""
+    monkeypatch.setattr(context, "LENGTH", 16)
+    monkeypatch.setattr(context, "MODEL", {**tensor.MODEL, "dim": 64, "layers": 2, "head_dim": 8, "vocab": 256})
+    (ranked,) = context.cases()
+    assert [r.error < context.TOLERANCE for r in compare(ranked, 2)] == [True, True]
+    monkeypatch.setattr(torch_context, "ring", lambda q, k, v, real=torch_context.ring: real(q, k.roll(1, 2), v))
+    with pytest.raises(RankError, match="losses of quintet and torch's ring attention, DDP differ by"):
+        compare(ranked, 2)
+
+
 def test_the_command(monkeypatch, tmp_path, capsys):
     def waits():
         """Waits."""
@@ -145,7 +156,7 @@ def test_the_command(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize("word", ["lyer", "repetitions=1", "repetitions=x"])
 def test_bad_words(word, capsys):
     assert bench.main([word]) == 1
-    assert f"{word} is no bench; legal: ddp, fsdp, tensor, layer, and repetitions=N" in capsys.readouterr().err
+    assert f"{word} is no bench; legal: ddp, fsdp, tensor, context, layer, and repetitions=N" in capsys.readouterr().err
 
 
 def test_a_missing_peer_is_told(monkeypatch, capsys):
