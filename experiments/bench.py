@@ -29,6 +29,7 @@ def main(words: Sequence[str]) -> int:
     if "--help" in words or "-h" in words:
         print((__doc__ or "").strip(), "\n\nBenches:", *(f"\n  {n}: {b.__doc__}" for n, b in BENCHES.items()))
         return 0
+    torch.set_num_threads(1)
     try:
         names, repetitions = read(words)
         for name in names:
@@ -50,7 +51,7 @@ def read(words: Sequence[str]) -> tuple[list[str], int]:
             names.append(word)
         else:
             raise ValueError(f"{word} is no bench; legal: {', '.join(BENCHES)}, and repetitions=N of at least 2")
-    return names or list(BENCHES), repetitions
+    return [name for name in BENCHES if name in names or not names], repetitions
 
 
 def bench(name: str, repetitions: int) -> None:

@@ -27,7 +27,7 @@ def build(config: RunConfig, mesh: Mesh, device: torch.device, values: Values | 
     here = dict(held[mesh.at["pp"]])
     with torch.device("meta"):
         declared = specs(Decoder(config.model))
-        model = Decoder(config.model, config.train.recompute == "full", united(here.values()))
+        model = Decoder(config.model, config.train.recompute, united(here.values()))
     layouts = {name: layout_of(spec, mesh) for name, spec in declared.items()}
     # Making groups is collective, so every rank makes those of every parameter, in this order.
     replicas = {name: mesh.replicas(layout) for name, layout in layouts.items()}

@@ -336,7 +336,11 @@ class TrainConfig:
         "float32", "of weights and activations; bfloat16 keeps float32 masters and gradients"
     )
     kernel: Literal["sdpa", "flash"] = key("sdpa", "of attention: torch's own, or flash-attn (CUDA, bfloat16)")
-    recompute: Literal["none", "full"] = key("none", "full: keep only each layer's input, run it again in backward")
+    recompute: Literal["none", "selective", "full"] = key(
+        "none",
+        "selective: make norms, their casts, rotations and copies for experts, and gated products again in backward, "
+        "from what is kept anyway; full: keep only each layer's input, run all of it again",
+    )
     eval_every: int = key(0, "steps between evaluations of the held-out text, and one at the end; 0: none", at_least=0)
     nonfinite: Literal["stop", "skip"] = key("stop", "on a non-finite loss or norm: end the run, or skip the step")
     bucket_mib: float = key(16.0, "size of one gradient bucket, MiB: one collective each", at_least=0)

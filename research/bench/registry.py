@@ -3,7 +3,7 @@
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 
-from research.bench.side_by_side import Case
+from research.bench.side_by_side import Case, RankedCase
 
 
 class MissingPeerError(ValueError):
@@ -18,7 +18,15 @@ def layer() -> Iterator[Case]:
     return cases()
 
 
-BENCHES: Mapping[str, Callable[[], Iterator[Case]]] = {"layer": layer}
+def tensor() -> Iterator[RankedCase]:
+    """Training steps at tp=2 against torch's parallelize_module with loss parallelism, on two processes."""
+    from research.bench.tensor import cases
+
+    return cases()
+
+
+# Those that fork ranks come first: before any threaded kernel has run in this process.
+BENCHES: Mapping[str, Callable[[], Iterator[Case | RankedCase]]] = {"tensor": tensor, "layer": layer}
 
 
 def needs(package: str) -> None:

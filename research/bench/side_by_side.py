@@ -13,6 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from research.config import LaunchConfig
+from research.launch.local import start
+from research.launch.process import Place
+
 Values = Mapping[str, Tensor]  # losses, outputs, gradients: whatever must agree, by name
 
 
@@ -39,6 +43,22 @@ class Case:
     @property
     def sides(self) -> list[Side]:
         return [self.ours, *self.others]
+
+
+@dataclass(frozen=True)
+class RankedCase:
+    """A comparison of what takes several ranks, each a process of this machine. `make` gives a rank its part of it; all
+    ranks run the same side at a time, as its collectives make them meet."""
+
+    name: str
+    ranks: int
+    launch: LaunchConfig
+    make: Callable[[Place, torch.device], Case]
+
+    @property
+    def threads(self) -> int:
+        """One each."""
+        return self.ranks
 
 
 @dataclass(frozen=True)
@@ -82,17 +102,52 @@ def gate(case: Case) -> dict[str, float]:
     return errors
 
 
-def compare(case: Case, repetitions: int, progress: Callable[[], None] = lambda: None) -> list[Result]:
-    """Gate, then time in turns; the order reverses with each repetition, so that no side always runs on warm caches."""
+Seconds = tuple[float, float]  # CPU, wall
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What was measured: by name of a side, times of each repetition, and of the others their error."""
+
+    seconds: dict[str, list[Seconds]]
+    errors: dict[str, float]
+    ours: str
+
+
+def compare(case: Case | RankedCase, repetitions: int, progress: Callable[[], None] = lambda: None) -> list[Result]:
+    """Gate, then time in turns."""
+    if isinstance(case, Case):
+        taken = measure(case, repetitions, progress)
+    else:
+        make = case.make
+        ranks = start(lambda place, device: measure(make(place, device), repetitions), case.ranks, case.launch)
+        taken = together(ranks)
+    ours = taken.seconds[taken.ours]
+    return [_result(case, name, error, ours, taken.seconds[name]) for name, error in taken.errors.items()]
+
+
+def measure(case: Case, repetitions: int, progress: Callable[[], None] = lambda: None) -> Taken:
+    """The order reverses with each repetition, so that no side always runs on warm caches."""
     errors = gate(case)
-    taken: dict[str, list[tuple[float, float]]] = {side.name: [] for side in case.sides}
+    seconds: dict[str, list[Seconds]] = {side.name: [] for side in case.sides}
     for repetition in range(repetitions):
         for side in case.sides if repetition % 2 else reversed(case.sides):
-            taken[side.name].append(_timed(side.run))
+            seconds[side.name].append(_timed(side.run))
         progress()
-    return [
-        _result(case, side.name, errors[side.name], taken[case.ours.name], taken[side.name]) for side in case.others
-    ]
+    return Taken(seconds, errors, case.ours.name)
+
+
+def together(ranks: Sequence[Taken]) -> Taken:
+    """CPU time of all ranks, wall time of the slowest, the largest errors."""
+
+    def joined(times: Sequence[Seconds]) -> Seconds:
+        return sum(cpu for cpu, _ in times), max(wall for _, wall in times)
+
+    first = ranks[0]
+    seconds = {
+        name: [joined(times) for times in zip(*(r.seconds[name] for r in ranks), strict=True)] for name in first.seconds
+    }
+    return Taken(seconds, {name: max(r.errors[name] for r in ranks) for name in first.errors}, first.ours)
 
 
 def cpu_s() -> float:
@@ -101,8 +156,7 @@ def cpu_s() -> float:
     return sum(u.ru_utime + u.ru_stime for u in used)
 
 
-def _timed(run: Callable[[], Values]) -> tuple[float, float]:
-    """CPU and wall seconds."""
+def _timed(run: Callable[[], Values]) -> Seconds:
     cpu, wall = cpu_s(), time.perf_counter()
     run()
     return cpu_s() - cpu, time.perf_counter() - wall
@@ -114,9 +168,7 @@ def _error(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).norm() / size) if size else float(a.double().norm())
 
 
-def _result(
-    case: Case, other: str, error: float, ours: list[tuple[float, float]], theirs: list[tuple[float, float]]
-) -> Result:
+def _result(case: Case | RankedCase, other: str, error: float, ours: list[Seconds], theirs: list[Seconds]) -> Result:
     cpu, wall = ([a[i] / b[i] for a, b in zip(ours, theirs, strict=True)] for i in (0, 1))
     ours_ms, other_ms = (1e3 * statistics.median(t[0] for t in side) for side in (ours, theirs))
     ratios = _quartiles(cpu), _quartiles(wall)

@@ -4,7 +4,8 @@ B batch, S local sequence, D model, V vocabulary
 """
 
 from collections.abc import Collection, Iterable, Iterator
-from typing import NamedTuple
+from contextlib import nullcontext
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from research.models.mla import LatentAttention
 from research.models.moe import MoE
 from research.models.mtp import Prediction
 from research.models.params import Block, Spec
+from research.models.recipes import selective
 from research.models.recompute import Keep, decide, recomputed
 from research.models.rope import Places, places
 
@@ -111,7 +113,9 @@ class Decoder(nn.Module):
     A model may hold some of its parts alone, under the names that they have in the whole one.
     """
 
-    def __init__(self, c: ModelConfig, recompute: bool = False, parts: Parts = None) -> None:
+    def __init__(
+        self, c: ModelConfig, recompute: Literal["none", "selective", "full"] = "none", parts: Parts = None
+    ) -> None:
         """`parts`: those that exist, of `embedding, layers.0, .., head, mtp`; None: all."""
         super().__init__()
         self.c, self.recompute = c, recompute
@@ -160,10 +164,11 @@ class Decoder(nn.Module):
         return self.embedding.weight if self.c.tied else None
 
     def _run(self, layer: nn.Module, at: Places, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        if not self.recompute:
+        if self.recompute == "full":
+            return recomputed(lambda keep, *inputs: layer(*inputs, at, keep), *inputs)
+        with selective() if self.recompute == "selective" else nullcontext():
             out: tuple[Tensor, Tensor] = layer(*inputs, at, decide)
             return out
-        return recomputed(lambda keep, *inputs: layer(*inputs, at, keep), *inputs)
 
 
 def holds(parts: Parts, part: str) -> bool:

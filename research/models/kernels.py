@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from research.models.recipes import recipe_of
+
 
 def embed(weight: Tensor, ids: Tensor) -> Tensor:
     """(V, D), (B, S) -> (B, S, D). The gradient of a row adds up in float32: a frequent token has thousands of terms,
@@ -287,6 +289,8 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, index: Tensor, places: Tensor, starts: Tensor | None) -> Tensor:  # type: ignore[no-untyped-def]
         ctx.where = places, starts
+        if source := recipe_of(x):
+            ctx.again = lambda ctx: source().index_select(0, index)
         return x.index_select(0, index)
 
     @staticmethod

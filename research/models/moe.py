@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from research.config import ModelConfig
 from research.models.layers import FeedForward, residual_std
 from research.models.params import Block
-from research.models.pointwise import weighted_swiglu
+from research.models.pointwise import cast, weighted_swiglu
 from research.models.recompute import Keep
 from research.models.rope import Places
 from research.models.seams import count
@@ -54,7 +54,7 @@ class MoE(Block):
     def forward(self, x: Tensor, at: Places, keep: Keep) -> tuple[Tensor, Tensor]:
         tokens = x.flatten(0, 1)
         # Scores are compared in the router's own precision: in bfloat16 close ones tie and pick other experts.
-        logits = F.linear(tokens.to(self.router.dtype), self.router)
+        logits = F.linear(cast(tokens, self.router.dtype), self.router)
         scores = logits.softmax(-1) if self.c.router_score == "softmax" else logits.sigmoid()
         ids = keep(lambda: self.choose(scores.detach(), at))
         counts = keep(lambda: self.count(ids, at.whole_tokens))

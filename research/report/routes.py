@@ -16,7 +16,8 @@ from research.report.trace import on_rank
 
 
 def choices(config: RunConfig, batch: Batch, layer: int) -> Tensor:
-    """(tokens, K): the experts that each token of a whole microbatch chooses in an MoE layer, by one process."""
+    """(tokens, K): the experts that each token of a whole microbatch chooses in an MoE layer of one process."""
+    assert total_ranks(config) == 1, "one process sees the whole microbatch"
     found: list[Tensor] = []
     with on_rank(config) as built, torch.no_grad():
         moe = built.model.layers[str(layer)].ffn

@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from experiments import bench
-from research.bench import registry, side_by_side
+from research.bench import registry, side_by_side, tensor
 from research.bench.side_by_side import Case, NotEqualError, Side, compare, cpu_s, gate
+from research.bench.torch_tensor import TorchTraining
+from research.config import LaunchConfig
+from research.launch.local import RankError
 
 ONE = torch.ones(3)
 
@@ -85,6 +88,31 @@ def test_layers_are_equal(monkeypatch):
         gate(Case("planted", 1, layer.TOLERANCE, ours, [theirs]))
 
 
+def case_of_rank(place, device):
+    return case(busy(0.02 * (place.rank + 1)), ours=busy(0.03))
+
+
+def test_cpu_time_of_ranks_adds_up():
+    """Two ranks: 30 + 30 ms over 20 + 40 ms."""
+    (result,) = compare(side_by_side.RankedCase("ranks", 2, LaunchConfig(), case_of_rank), 5)
+    assert result.cpu_ratio.median == pytest.approx(1, rel=0.2) and result.ours_cpu_ms == pytest.approx(60, rel=0.2)
+    assert (result.case, result.threads, result.repetitions) == ("ranks", 2, 5)
+
+
+@pytest.mark.parametrize("sequence", [0, 1])
+def test_tensor_parallel_steps_are_equal(monkeypatch, sequence):
+    """The gate of the real cases, on a smaller model; and a planted fault in what the second step starts from."""
+    monkeypatch.setattr(tensor, "LENGTH", 16)
+    monkeypatch.setattr(tensor, "MODEL", {**tensor.MODEL, "dim": 64, "layers": 2, "head_dim": 8, "vocab": 256})
+    ranked = list(tensor.cases())[sequence]
+    assert [r.error < tensor.TOLERANCE for r in compare(ranked, 2)] == [True]
+    monkeypatch.setitem(tensor.TRAIN, "lr", 1.1e-3)
+    planted = list(tensor.cases())[sequence]
+    monkeypatch.setattr(tensor, "TorchTraining", lambda config, *rest: TorchTraining(ranked.make.args[0], *rest))
+    with pytest.raises(RankError, match="losses of quintet and torch parallelize_module differ by"):
+        compare(planted, 2)
+
+
 def test_the_command(monkeypatch, tmp_path, capsys):
     def waits():
         """Waits."""
@@ -103,7 +131,7 @@ def test_the_command(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize("word", ["lyer", "repetitions=1", "repetitions=x"])
 def test_bad_words(word, capsys):
     assert bench.main([word]) == 1
-    assert f"{word} is no bench; legal: layer, and repetitions=N" in capsys.readouterr().err
+    assert f"{word} is no bench; legal: tensor, layer, and repetitions=N" in capsys.readouterr().err
 
 
 def test_a_missing_peer_is_told(monkeypatch, capsys):

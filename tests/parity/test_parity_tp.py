@@ -7,8 +7,9 @@ from research import comm
 from research.data.tokens import open_tokens
 from research.launch.local import start
 from research.mesh import Mesh, total_ranks
-from research.models import kernels
+from research.models import kernels, recipes
 from research.parallel import tp
+from research.parallel.tp import products
 from research.settings import load
 from research.train.loop import Trainer
 from research.train.run import global_batches
@@ -28,6 +29,9 @@ GRID = [
     "tp.degree=2 tp.overlap=5 train.recompute=full",
     "tp.degree=4 tp.overlap=3 tp.sequence=false train.recompute=full",
     "tp.degree=2 model.experts=0 model.kv_heads=8",
+    "tp.degree=2 tp.overlap=2 train.recompute=selective model.qk_norm=head",
+    "tp.degree=4 tp.sequence=false train.recompute=selective model.norm=sandwich",
+    f"tp.degree=2 tp.keep_gathered=true train.recompute=selective {MLA} model.q_latent=24 model.mtp_depth=1",
     "tp.degree=4 model.vocab=257 model.tied=true",  # 65 rows each, three of them padding
     "tp.degree=4 model.vocab=257 tp.sequence=false train.deterministic=true",
     "tp.degree=4 model.qk_norm=all",
@@ -129,6 +133,33 @@ def test_planted_padding_that_takes_part(prove, monkeypatch):
     real = tp.cross_entropy
     monkeypatch.setattr(tp, "cross_entropy", lambda group, vocab, sequence: real(group, 10**6, sequence))
     assert fails(prove("tp.degree=4", "model.vocab=257"), "loss")
+
+
+def test_planted_pieces_in_the_wrong_order(prove, monkeypatch):
+    """Pieces hold a run of each rank's tokens: they are not put together end to end."""
+    monkeypatch.setattr(products, "_whole", lambda parts, n: torch.cat(list(parts), 1))
+    assert fails(prove("tp.degree=2", "tp.overlap=2"), "loss")
+
+
+def test_planted_own_tokens_kept_for_all(prove, monkeypatch):
+    """`keep_gathered` that keeps this rank's tokens, repeated, in place of those that were gathered."""
+    real = products._gathered_product
+
+    def forgetful(x, group, purpose, pieces, weights):
+        gathered, outputs = real(x, group, purpose, pieces, weights)
+        return (torch.cat([x] * group.size, 1) if purpose == "column" else gathered), outputs
+
+    monkeypatch.setattr(products, "_gathered_product", forgetful)
+    findings = prove("tp.degree=2", "tp.keep_gathered=true")
+    assert fails(findings, "gradient") and next(f for f in findings if f.what == "loss" and f.name == "step 0").passed
+
+
+def test_planted_recipe_that_is_a_little_off(prove, monkeypatch):
+    """Selective recompute: what is made again a little too large is right in forward."""
+    real = recipes.Recipe.__call__
+    monkeypatch.setattr(recipes.Recipe, "__call__", lambda self: real(self) * (1 + 1e-6))
+    findings = prove("tp.degree=2", "train.recompute=selective")
+    assert fails(findings, "gradient") and next(f for f in findings if f.what == "loss" and f.name == "step 0").passed
 
 
 def loss_and_gradients(place, device):

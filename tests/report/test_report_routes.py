@@ -50,6 +50,8 @@ def test_ranks_receive_what_the_map_says(load, words):
 def test_a_dense_layer_has_no_choices(load):
     with pytest.raises(AssertionError, match="layer 0 has no experts"):
         choices(load(), first_microbatch(load()), layer=0)
+    with pytest.raises(AssertionError, match="one process sees"):
+        choices(load("dp.degree=2"), first_microbatch(load()), layer=1)
 
 
 def test_a_heat_map_writes_every_number(load):

@@ -1,6 +1,6 @@
-"""What tensor parallelism receives, in closed form; README.md states the same.
+"""What tensor parallelism receives, and what it leaves to keep, in closed form; README.md states the same.
 
-T tokens of a step on this rank, D model, n tp ranks
+T tokens on this rank, D model, n tp ranks
 """
 
 from collections import defaultdict
@@ -10,6 +10,7 @@ from fractions import Fraction
 from research.config import RunConfig, step_tokens
 
 Bytes = dict[str, Fraction]  # by "purpose/op/phase" of the ledger
+ELEMENT = {"bfloat16": (2, 4), "float32": (4, 4), "float64": (8, 8)}  # bytes of an activation, and of a wide one
 
 
 def traffic(config: RunConfig) -> Bytes:
@@ -26,7 +27,7 @@ def _collectives(config: RunConfig) -> Iterator[tuple[str, Fraction]]:
     """Of `stream` bytes, (n-1)/n of the residual stream of all tokens, an all-gather and a reduce-scatter each receive
     as many, an all-reduce twice as many. With full recompute a layer's forward is repeated in backward."""
     c, tp, tokens = config.model, config.tp, step_tokens(config)
-    element, wide = {"bfloat16": (2, 4), "float32": (4, 4), "float64": (8, 8)}[config.train.dtype]
+    element, wide = ELEMENT[config.train.dtype]
     part = Fraction(tp.degree - 1, tp.degree)
     stream = part * tokens * c.dim * element
     moe = [c.is_moe(layer) for layer in [*range(c.layers), *[c.layers - 1] * c.mtp_depth]]
@@ -59,3 +60,21 @@ def _collectives(config: RunConfig) -> Iterator[tuple[str, Fraction]]:
 def _both(purpose: str, forward: str, backward: str, n: Fraction) -> Iterator[tuple[str, Fraction]]:
     yield f"{purpose}/{forward}/F", n
     yield f"{purpose}/{backward}/BW", n
+
+
+def layer_bytes(config: RunConfig, tokens: int) -> int:
+    """Bytes that a dense layer (GQA, pre-norm, no norm of queries and keys, no bias) keeps from forward to backward, of
+    so many tokens in the samples of this rank."""
+    c, tp = config.model, config.tp
+    element, wide = ELEMENT[config.train.dtype]
+    n, recompute = tp.degree, config.train.recompute
+    own = tokens // n if tp.sequence else tokens  # of the residual stream
+    if recompute == "full":
+        return own * c.dim * element
+    norms = 2 * own * (c.dim * element + wide)  # inputs, and 1/rms
+    gathered = tp.keep_gathered and n > 1
+    inputs = 2 * c.dim * (tokens if gathered else 0 if recompute == "selective" else own)  # of `column`
+    queries, keys = c.heads // n * c.head_dim, max(c.kv_heads, n) // n * c.head_dim
+    attention = tokens * (2 * queries + 2 * keys)  # and its output, the input of `row`
+    hidden = tokens * c.ffn // n * (2 if recompute == "selective" else 3)  # gate and up; their product
+    return norms + (inputs + attention + hidden) * element + tokens * c.heads // n * wide  # logarithms of the softmax
