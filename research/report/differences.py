@@ -65,13 +65,15 @@ def differences(rows: Iterable[Row], large: RunConfig, degree: int) -> pd.DataFr
     by_arm = {row.arm: row for row in rows}
     if missing := {arm for k in KINDS.values() for arm in (k.arm, k.over)} - {*by_arm}:
         raise ValueError(f"there is no row of {', '.join(sorted(missing))}")
-    lines = {}
+    lines, flops = {}, work(large)
     for name, kind in KINDS.items():
         row, over = by_arm[kind.arm], by_arm[kind.over]
         config = config_of(row)
         share = {c: row.peak_bytes[c] / over.peak_bytes[c] for c in SHARES}
         own = cuts(config) - cuts(config_of(over)) or {c for c in STATE if share[c] < 1}
-        need = needed(in_place_of(config, large, degree), kind.axis)
+        wide = in_place_of(config, large, degree)
+        seconds = flops / total_ranks(wide) / (TFLOPS * 1e12)
+        need = float(along(wide, kind.axis)) / seconds / 1e9
         lines[name] = {
             "over": kind.over,
             "cuts": ", ".join(sorted(own)),
@@ -163,13 +165,12 @@ def in_place_of(config: RunConfig, large: RunConfig, degree: int) -> RunConfig:
     return dataclasses.replace(large, **wider)  # type: ignore[arg-type]
 
 
-def needed(config: RunConfig, axis: str) -> float:
-    """GB/s at which a rank receives along the axis as long as it computes, forward and backward, without recompute."""
+def work(config: RunConfig) -> int:
+    """FLOPs of a step of all ranks, forward and backward, without recompute."""
     with torch.device("meta"):
         declared = specs(Decoder(config.model))
     tokens = config.train.global_batch * config.data.sequence
-    flops = flops_per_token(config.model, declared, config.data.sequence, causal=True) * tokens / total_ranks(config)
-    return float(along(config, axis)) / (flops / (TFLOPS * 1e12)) / 1e9
+    return flops_per_token(config.model, declared, config.data.sequence, causal=True) * tokens
 
 
 def along(config: RunConfig, axis: str) -> Fraction:
