@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from torch import Tensor, nn
+from torch import Tensor
 
 from research.generate.blocks import Blocks, blocks_needed
 from research.models.attention import Attention
+from research.models.decoder import Decoder
 from research.models.kernels import causal_attention
 from research.models.mla import LatentAttention
 from research.models.seams import Seam, wire
@@ -45,11 +46,12 @@ class Step:
 class Cache:
     """Takes the place of `attend` and `attend_latent` in all attentions of a model."""
 
-    def __init__(self, model: nn.Module, lengths: Sequence[int], size: int, most_tokens: int = 0) -> None:
+    def __init__(self, model: Decoder, lengths: Sequence[int], size: int, most_tokens: int = 0) -> None:
         """For sequences that grow to these lengths, all at once, or as many as `most_tokens` have room for."""
         attentions = [m for m in model.modules() if isinstance(m, Attention | LatentAttention)]
         self.blocks: dict[int, Blocks] = {}
-        for window in sorted({a.window for a in attentions}):
+        # Those of layers on other ranks, too: all stages let the same texts in.
+        for window in sorted({model.c.window_of(layer) for layer in range(model.c.layers)}):
             count = sum(blocks_needed(length, size, window) for length in lengths)
             self.blocks[window] = Blocks(min(count, most_tokens // size or count), size, window)
         self.step = Step([], 0, 0, {})

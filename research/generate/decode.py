@@ -15,9 +15,10 @@ from torch import Tensor
 
 from research import comm
 from research.built import Built
-from research.config import GenerateConfig
+from research.config import RunConfig
 from research.generate.cache import Cache
 from research.generate.sample import choose, draw
+from research.generate.stages import Stages
 from research.models.batch import NOT_COUNTED, Batch
 from research.models.moe import MoE
 from research.models.seams import count, count_each, wire
@@ -45,18 +46,19 @@ class Generation:
     """Texts that go on from prompts; `built` is used up by it, as its attentions then read the cache."""
 
     def __init__(
-        self, built: Built, config: GenerateConfig, prompts: Sequence[Sequence[int]], ends: Ends, vocab: int
+        self, built: Built, config: RunConfig, prompts: Sequence[Sequence[int]], ends: Ends, vocab: int
     ) -> None:
         """Only the first `vocab` ids are chosen."""
-        self.config, self.ends, self.vocab, self.mesh = config, ends, vocab, built.mesh
-        self.model = built.model.requires_grad_(False)
-        self.device = next(self.model.parameters()).device
+        self.config, self.ends, self.vocab, self.mesh = config.generate, ends, vocab, built.mesh
+        self.stages = Stages(config, built)
+        model = built.model.requires_grad_(False)
+        self.device = next(model.parameters()).device
         self.world = self.mesh.group("world")
         self.texts = [Text(i, prompt) for i, prompt in enumerate(prompts)]
         mine = [t for t in self.texts if t.number % self.mesh.sizes["dp"] == self.mesh.at["dp"]]
         self.waiting, self.going = deque(mine), list[Text]()
-        self.cache = Cache(self.model, [self.most(t) for t in mine], config.block, config.cache_tokens)
-        for module in self.model.modules():
+        self.cache = Cache(model, [self.most(t) for t in mine], self.config.block, self.config.cache_tokens)
+        for module in model.modules():
             if isinstance(module, MoE):  # counts are for losses: none need travel
                 module.seams = wire(module.seams, {"generation": {"count": count, "count_each": count_each}})
 
@@ -71,9 +73,9 @@ class Generation:
             new = self.admitted()
             batch, rows = self.batch(new)
             with torch.inference_mode():
-                logits = self.model.logits(batch, rows)
+                logits = self.stages.logits(batch, rows)
             self.going = new + self.going
-            yield self.take(self.next(logits[: len(self.going)]))
+            yield self.take(self.next(None if logits is None else logits[: len(self.going)]))
 
     def admitted(self) -> list[Text]:
         """The texts that begin now, in their order: as many as there is room for."""
@@ -106,17 +108,20 @@ class Generation:
         rows = torch.cat([ends, last]) if count else torch.zeros(1, dtype=torch.int64)
         return batch, rows.to(self.device)
 
-    def next(self, logits: Tensor) -> Tensor:
-        """logits (n, V) of `going` -> for each of all texts 1 + the id that comes next, 0 for none (texts,)."""
-        c, vocab = self.config, self.vocab
-        draws = torch.tensor([draw(c.seed, t.number, t.length) for t in self.going], dtype=torch.float64)
-        logits = logits[:, :vocab]
-        ids = choose(logits, c.temperature, c.top_p, draws.to(self.device))
-        ids = ids.where(logits.isfinite().all(-1), vocab)
+    def next(self, logits: Tensor | None) -> Tensor:
+        """logits (n, V) of `going` where they are known -> for each of all texts 1 + the id that comes next, 0 for none
+        (texts,)."""
         found = torch.zeros(len(self.texts), dtype=torch.int64, device=self.device)
-        if self.mesh.at["tp"] == 0:  # of the ranks that know it
-            found[[t.number for t in self.going]] = ids + 1
+        if logits is not None and self.mesh.at["tp"] == 0:  # of the ranks that know it
+            found[[t.number for t in self.going]] = 1 + self.chosen(logits[:, : self.vocab])
         return comm.all_reduce_(found, self.world, "next tokens")
+
+    def chosen(self, logits: Tensor) -> Tensor:
+        """logits (n, vocab) -> ids (n,), `vocab` where logits are not finite"""
+        c = self.config
+        draws = torch.tensor([draw(c.seed, t.number, t.length) for t in self.going], dtype=torch.float64)
+        ids = choose(logits, c.temperature, c.top_p, draws.to(self.device))
+        return ids.where(logits.isfinite().all(-1), self.vocab)
 
     def take(self, found: Tensor) -> int:
         """Give all texts their next tokens. Raises FloatingPointError on every rank where there is none."""

@@ -12,9 +12,8 @@ from research.generate.source import Source
 
 def problems(config: RunConfig) -> Iterator[Problem]:
     """Keys that mean something in training only."""
-    for name in ("cp", "pp"):
-        if (degree := degrees(config)[name]) > 1:
-            yield Problem(f"{name}.degree", degree, "is for training: a cache holds whole texts in all layers", "1")
+    if (degree := degrees(config)["cp"]) > 1:
+        yield Problem("cp.degree", degree, "is for training: each cache holds whole texts", "1")
     for name, rule in (("mtp_depth", "is no part of generation"), ("capacity", "would let texts change each other")):
         if value := getattr(config.model, name):
             yield Problem(f"model.{name}", value, rule, "0")

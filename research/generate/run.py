@@ -43,7 +43,7 @@ def generate(
         except DamagedError as error:
             raise ConfigError([Problem(str(source.place), None, str(error))]) from error
         built = load(source, config, mesh, device)
-        generation = Generation(built, config.generate, prompts, ends, vocab)
+        generation = Generation(built, config, prompts, ends, vocab)
         begin = time.perf_counter()
         steps: Iterable[int] = generation.run()
         for _ in shown(steps, len(prompts) * config.generate.tokens) if place.rank == 0 else steps:

@@ -49,7 +49,7 @@ def _folder(place: Path) -> Source:
     folder = HuggingFaceFolder(place, mtp=False)
     wide = folder.meta["embedding.weight"].dtype
     data = {"tokenizer": str(place / TOKENIZER), "sequence": folder.positions or POSITIONS}
-    train = {"dtype": {dtype: name for name, dtype in DTYPES.items()}.get(wide, "bfloat16"), **NO_BATCH}
+    train = {"dtype": {dtype: name for name, dtype in DTYPES.items()}.get(wide, "float32"), **NO_BATCH}
     keys = {"model": dataclasses.asdict(folder.model), "data": data, "train": train}
     shapes = {name: tuple(t.shape) for name, t in folder.meta.items()}
     said = read_json(place / GENERATION).get("eos_token_id") if (place / GENERATION).is_file() else None

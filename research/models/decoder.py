@@ -131,7 +131,7 @@ class Decoder(nn.Module):
         """Those of `parts` that exist, one after the other, from `x` (B, S, D), which the part before the first of them
         has given, or from the batch's tokens. A batch without `ahead` (an evaluation) is not predicted further than one
         token."""
-        x, aux, at = self._stream(batch, x, parts)
+        x, aux, at = self.stream(batch, x, parts)
         if not holds(parts, "head"):
             nothing = torch.zeros((), device=x.device, requires_grad=True)
             return Output(nothing, aux, (nothing,) * len(batch.ahead), x)
@@ -143,11 +143,12 @@ class Decoder(nn.Module):
             losses.append(self.head(h, ahead.targets, self.tied))
         return Output(loss, aux, tuple(losses))
 
-    def logits(self, batch: Batch, rows: Tensor) -> Tensor:
-        """What follows the tokens with these numbers (n,) among the B*S of the batch: (n, V)."""
-        return self.head.logits(self.head.norm(self._stream(batch)[0]), rows, self.tied)
+    def logits(self, batch: Batch, rows: Tensor, x: Tensor | None = None, parts: Parts = None) -> Tensor:
+        """What follows the tokens with these numbers (n,) among the B*S of the batch: (n, V). As `forward` in all else,
+        to the head."""
+        return self.head.logits(self.head.norm(self.stream(batch, x, parts)[0]), rows, self.tied)
 
-    def _stream(self, batch: Batch, x: Tensor | None = None, parts: Parts = None) -> tuple[Tensor, Tensor, Places]:
+    def stream(self, batch: Batch, x: Tensor | None = None, parts: Parts = None) -> tuple[Tensor, Tensor, Places]:
         """The residual stream after these layers (B, S, D), their auxiliary losses, and where the tokens stand."""
         x = self.embedding(batch.tokens) if x is None else x
         at = places(batch, self.c, x.dtype)

@@ -41,7 +41,8 @@ MAY_IMPORT = {
     "research.train.action": "",
     "research.train": "config settings files ledger mesh comm record data models parallel.axis built build launch "
     "train",
-    "research.generate": "build built comm config data generate launch mesh models train.checkpoint weights",
+    "research.generate": "build built comm config data generate launch mesh models parallel.axis train.action "
+    "train.handover train.checkpoint weights",
     "research.report": "config settings files record report",
     "research.report.dry": "config data launch.process mesh train.loop train.memory train.optim train.run",
     "research.report.topology": "launch.process mesh report.figures",

@@ -13,6 +13,7 @@ from research.mesh import Mesh, total_ranks
 from research.models.batch import Batch
 from research.parallel import axis
 from research.settings import load
+from research.train.proof import reference_of
 
 LENGTHS, MADE, VOCAB = (5, 1, 23, 8), 12, 250
 LIMIT_S = 60.0
@@ -35,15 +36,15 @@ class Forced(Generation):
 
     def __init__(self, config: RunConfig, mesh: Mesh, tokens: Sequence[Sequence[int]]) -> None:
         prompts = [t[:-MADE] for t in tokens]
-        super().__init__(build(config, mesh, CPU), config.generate, prompts, lambda made: "", VOCAB)
+        super().__init__(build(config, mesh, CPU), config, prompts, lambda made: "", config.model.vocab)
         self.tokens, self.logits = tokens, dict[int, list[Tensor]]()
 
-    def next(self, logits: Tensor) -> Tensor:
+    def chosen(self, logits: Tensor) -> Tensor:
         told = torch.zeros_like(logits)
         for i, text in enumerate(self.going):
             self.logits.setdefault(text.number, []).append(logits[i].clone())
             told[i, self.tokens[text.number][text.length]] = 1
-        return super().next(told)
+        return super().chosen(told)
 
 
 def with_cache(config: RunConfig, lengths: Sequence[int] = LENGTHS) -> list[dict[int, Tensor]]:
@@ -63,7 +64,7 @@ def with_cache(config: RunConfig, lengths: Sequence[int] = LENGTHS) -> list[dict
 
 def without(config: RunConfig, lengths: Sequence[int] = LENGTHS) -> list[Tensor]:
     """Of each text by itself, all tokens at once."""
-    model, found = build(config, Mesh({}), CPU).model, []
+    model, found = build(reference_of(config), Mesh({}), CPU).model, []
     for tokens in texts(lengths):
         ids = torch.tensor([tokens])
         places = torch.arange(len(tokens))[None]

@@ -46,6 +46,13 @@ LAYOUTS = [
     "dp.degree=3",
     "dp.degree=6",  # ranks without a text
     "tp.degree=2 dp.degree=2 model.vocab=251 model.tied=true generate.cache_tokens=36",
+    "dp.degree=2 ep.degree=2 ep.overlap=7",  # more pieces than tokens
+    "dp.degree=2 tp.degree=2 ep.degree=2 ep.tensor=2 tp.sequence=false",
+    "dp.degree=6 ep.degree=2 ep.dispatch=all_gather",
+    "pp.degree=2",
+    "pp.degree=4 model.tied=true model.window=6 model.window_from=2 generate.cache_tokens=36",
+    "pp.degree=2 tp.degree=2 dp.degree=2 ep.degree=4 model.vocab=251",
+    f"pp.degree=2 tp.degree=2 tp.sequence=false pp.schedule=interleaved pp.stages_per_rank=2 {MLA}",
     f"tp.degree=2 {MLA}",
     f"tp.degree=4 tp.sequence=false {MLA} model.window=6 model.window_from=2",
 ]

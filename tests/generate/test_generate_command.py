@@ -47,7 +47,9 @@ def run(monkeypatch, capsys):
 DRAWN = "generate.temperature=1 generate.top_p=0.9 generate.seed=3"
 
 
-@pytest.mark.parametrize("how, layouts", [("", ["tp.degree=4"]), (DRAWN, ["tp.degree=2", "tp.degree=2 dp.degree=2"])])
+@pytest.mark.parametrize(
+    "how, layouts", [("", ["pp.degree=2 tp.degree=2"]), (DRAWN, ["tp.degree=2", "tp.degree=2 dp.degree=2"])]
+)
 def test_any_layout_and_batch_gives_the_same_texts(run, checkpoint, how, layouts):
     words = (checkpoint, *PROMPTS, "generate.tokens=20", *how.split())
     status, text, told = run(*words)
@@ -153,6 +155,7 @@ LONG = (
             "generate.tokens=20; legal: 0, or at least 32",
         ),
         ((*PROMPTS, "tp.degree=3"), "tp.degree=3 must divide model.heads=4; legal: 1, 2, 4"),
+        ((*PROMPTS, "cp.degree=2"), "cp.degree=2 is for training: each cache holds whole texts; legal: 1"),
         ((*PROMPTS, "model.capacity=2"), "model.capacity=2 would let texts change each other; legal: 0"),
         ((*PROMPTS, "model.mtp_depth=1"), "model.mtp_depth=1 is no part of generation; legal: 0"),
         ((*PROMPTS, "model.layers=3"), "layers.2.attention.wq is missing"),

@@ -68,7 +68,9 @@ def test_the_same_tokens(name, folder):
 @pytest.mark.parametrize("name", ["qwen3 moe", "v3"])
 def test_the_same_tokens_from_ranks(name, folder):
     place = folder(name)
-    assert ours(place) == ours(place, "tp.degree=2") == ours(place, "tp.degree=2", "dp.degree=2")
+    layouts = ([], ["tp.degree=2"], ["tp.degree=2", "dp.degree=2", "ep.degree=2", "ep.tensor=2"])
+    one, *others = [ours(place, *words) for words in layouts]
+    assert others == [one] * 2
 
 
 @pytest.mark.parametrize("name", ["v3", "phi3"])
@@ -76,7 +78,7 @@ def test_ranks_read_their_own_boxes(name, folder):
     """Of each weight as many elements as the rank's box has, and those that stand there."""
     source = open_source(folder(name))
     one = load(source, from_mapping(source.keys), Mesh({}), CPU)
-    whole, config = dict(one.model.named_parameters()), from_mapping(source.keys, ["tp.degree=2"])
+    whole, config = dict(one.model.named_parameters()), from_mapping(source.keys, ["tp.degree=2", "ep.degree=2"])
     for rank in range(2):
         boxes = {}
 
@@ -84,7 +86,7 @@ def test_ranks_read_their_own_boxes(name, folder):
             boxes[name] = box
             return source.read(name, box)
 
-        mesh = Mesh({"tp": 2}, rank, fake=True)
+        mesh = Mesh({"tp": 2, "ep": 2}, rank, fake=True)
         with fake_process_group(2, rank):
             built = load(dataclasses.replace(source, read=read), config, mesh, CPU)
         assert boxes == {n: layout.box(mesh.at) for n, layout in built.layouts.items()}

@@ -53,10 +53,10 @@ def test_draws_are_uniform_and_know_their_place():
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_logits_that_are_not_finite_end_the_run(temperature):
     class Broken(Generation):
-        def next(self, logits):
-            return super().next(logits.index_fill(1, torch.tensor([3]), torch.nan))
+        def chosen(self, logits):
+            return super().chosen(logits.index_fill(1, torch.tensor([3]), torch.nan))
 
     config = config_of("model.layers=1", f"generate.temperature={temperature}")
-    made = Broken(build(config, Mesh({}), torch.device("cpu")), config.generate, [[1], [2, 3]], lambda made: "", 250)
+    made = Broken(build(config, Mesh({}), torch.device("cpu")), config, [[1], [2, 3]], lambda made: "", 250)
     with pytest.raises(FloatingPointError, match="logits after token 1 of text 0 are not finite"):
         list(made.run())
