@@ -93,7 +93,7 @@ def by_axis(rows: Iterable[Row], order: Sequence[str] | None = None) -> pd.DataF
     along `several` axes at once where copies lie so, and `counts` for whole stages and the world."""
     found = frame(rows, order).set_index("arm")
     received = found.filter(like="wire_bytes_").rename(columns=lambda c: c.removeprefix("wire_bytes_")) / MIB
-    several = [axis for axis in received if "*" in axis]
+    several = [axis for axis in map(str, received) if "*" in axis]
     table = found[["ranks", "loss", "step_ms_median"]].rename(columns={"step_ms_median": "step (ms)"})
     table = table.assign(**{"peak (MiB)": found.peak_bytes / MIB}, **received[list(AXIS_SECTIONS)])
     return table.assign(several=received[several].sum(axis=1), counts=received[["stage", "world"]].sum(axis=1))
@@ -162,7 +162,7 @@ def in_place_of(config: RunConfig, large: RunConfig, degree: int) -> RunConfig:
     """The large model in the layout of `config`, axes of which have `degree` ranks."""
     sections = {axis: getattr(config, axis) for axis in AXIS_SECTIONS}
     wider = {a: dataclasses.replace(s, degree=degree if s.degree > 1 else 1) for a, s in sections.items()}
-    return dataclasses.replace(large, **wider)  # type: ignore[arg-type]
+    return dataclasses.replace(large, **wider)
 
 
 def work(config: RunConfig) -> int:
