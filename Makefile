@@ -24,10 +24,11 @@ test-slow: setup
 
 # Runs every notebook where it lies and keeps what it says.
 notebooks: setup
-	$(PY) -m jupyter execute --inplace --NotebookClient.record_timing=False notebooks/*.ipynb
+	$(PY) -m jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False notebooks/*.ipynb
 
 bench: setup
 	$(PY) -m experiments.bench
+	$(PY) -m experiments.pipeline
 
 gpu: setup
 	$(PY) -m experiments.gpu

@@ -82,6 +82,7 @@ class Row:
     dropped_choices: dict[str, list[int]] = field(default_factory=dict)  # of these, beyond the experts' capacity
     max_violation: dict[str, float] = field(default_factory=dict)  # MoE layer -> busiest expert over the mean, less 1
     mtp_losses: list[list[float]] = field(default_factory=list)  # by depth of multi-token prediction, of every step
+    overlapped_pairs: str = ""  # how a pipeline's pairs of a forward and a backward ran; "": it has none
     resumed_step: int = 0  # steps that were made before this run went on from a checkpoint
     resumed_from: str = ""  # that checkpoint
     bits_per_byte: float | None = None  # of the held-out text; None where token files do not tell its bytes

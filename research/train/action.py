@@ -54,6 +54,10 @@ class Program:
     def actions(self) -> list[Action]:
         return [action for entry in self.entries for action in parts(entry)]
 
+    @property
+    def has_pairs(self) -> bool:
+        return any(isinstance(entry, Overlap) for entry in self.entries)
+
 
 def one_stage(microbatches: int) -> Program:
     """Of a rank that holds the whole model: each microbatch forward, then at once backward."""

@@ -4,6 +4,7 @@ B batch, S local sequence, D model
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,6 +24,7 @@ from research.train.storage import Storage
 
 NAMES = {"F": "forward", "BW": "backward", "B": "input gradients", "W": "weight gradients"}  # in traces
 Roots = list[Tensor | GradientEdge]
+Around = Callable[[Action], AbstractContextManager[object]]
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,11 @@ def execute(
     batch: Callable[[int], Batch],
     weigh: Denominators,
     storage: Storage,
+    around: Around = nullcontext,
 ) -> Tensor:
     """Run this rank's program; `batch(m)` is its part of microbatch m, and gradients are summed in `storage`. A program
-    without a backward is an evaluation: its traffic has a phase of its own, and it touches nothing.
+    without a backward is an evaluation: its traffic has a phase of its own, and it touches nothing. Each action runs
+    inside of `around(action)`.
 
     Returns (M, 2 + depths), for each microbatch this rank's part of the cross-entropy, of the auxiliary losses, and of
     the cross-entropy of each depth of multi-token prediction, in float64 of an evaluation, which may add up far more
@@ -68,7 +72,8 @@ def execute(
     for place, entry in enumerate(program.entries):
         walk.handover.settle(place)
         for action in parts(entry):  # of a pair too: one after the other
-            walk.run(action)
+            with around(action):
+                walk.run(action)
     walk.finish()
     return walk.losses
 

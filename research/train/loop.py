@@ -67,6 +67,7 @@ class Trainer:
         self.world = mesh.group("world")
         self.built = build(config, mesh, device)
         self.storage = storage(config, self.built, device)
+        self.execute = execute
         self.staged = staged(config)
         self.program = self.staged.program(config, mesh.at["pp"])
         for way in self.program.ways:  # making groups is collective
@@ -82,7 +83,7 @@ class Trainer:
         tokens = [b.tokens.numel() for b in microbatches]
         weigh = Denominators(counted, tokens, ahead, c.mtp_weight / max(c.mtp_depth, 1))
         mine = [self._mine(b) for b in microbatches]
-        losses = execute(self.program, self.built, mine.__getitem__, weigh, self.storage)
+        losses = self.execute(self.program, self.built, mine.__getitem__, weigh, self.storage)
         self.mesh.ledger.phase = "optimizer"
         comm.all_reduce_(losses, self.world, "loss")
         return Sums(losses.sum(0), counted, losses)

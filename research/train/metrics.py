@@ -125,6 +125,7 @@ def make_row(
         expert_choices={name: list(each.choices) for name, each in load.items()},
         dropped_choices={name: list(each.dropped) for name, each in load.items()} if config.model.capacity else {},
         max_violation={name: max_violation(each.choices) for name, each in load.items()},
+        overlapped_pairs="one after the other" if trainer.program.has_pairs else "",
         mtp_losses=[list(of_depth) for of_depth in zip(*history.ahead, strict=True)],
         **_evaluations(history.evals, held_out),
     )

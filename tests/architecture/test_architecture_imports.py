@@ -53,6 +53,7 @@ MAY_IMPORT = {
     "report.tables",
     "research.report.tokens": "parallel.cp report.figures",
     "research.bench": "bench config files launch mesh models settings train",
+    "research.bench.pipeline": "comm config data.tokens launch ledger mesh models parallel.pp train",
     "research.reproduce": "parallel.pp reproduce",
     "experiments": "research experiments.command experiments.tables",
 }

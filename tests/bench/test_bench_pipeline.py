@@ -1,0 +1,43 @@
+"""Schedules take on ranks what their simulations say, in the same order."""
+
+import pytest
+
+from research.bench.pipeline import computed, slept
+from research.parallel.pp.generate import FAMILIES
+from research.settings import load
+
+SLEPT = ["pp.degree=4", "model.layers=6", "train.microbatches=8", "train.dtype=float32", "model.experts=0"]
+SLOW = pytest.mark.slow
+
+
+@pytest.fixture
+def config(text, tmp_path):
+    def made_of(name, *words):
+        given = [f"data.path={text}", f"data.cache={tmp_path}", f"pp.schedule={name}", *words]
+        return load("experiments/configs/tiny.yaml", given)
+
+    return made_of
+
+
+def alike(found, tolerance):
+    """Each within the tolerance, and whoever is clearly faster simulated is faster measured."""
+    for one in found:
+        assert one.measured_ms == pytest.approx(one.simulated_ms, rel=tolerance), found
+    for one in found:
+        for other in found:
+            if one.simulated_ms < (1 - tolerance) * other.simulated_ms:
+                assert one.measured_ms < other.measured_ms, found
+
+
+@pytest.mark.parametrize(
+    "names", [("1f1b", "interleaved", "zbv"), pytest.param(tuple(FAMILIES), marks=SLOW)], ids=["three", "all"]
+)
+def test_sleeping_stages_take_their_simulated_time(config, names):
+    alike([slept(config(name, *SLEPT), 0.1, 0.1, 0.1) for name in names], 0.1)
+
+
+@SLOW
+def test_computing_stages_take_their_simulated_time(config):
+    words = ["pp.degree=2", "model.layers=8", "train.microbatches=8", "train.dtype=float32", "model.experts=0"]
+    words += ["model.dim=256", "model.ffn=768", "data.sequence=256"]
+    alike([computed(config(name, *words)) for name in ("gpipe", "1f1b", "zb_h1", "zbv")], 0.15)

@@ -1,0 +1,53 @@
+"""Pipeline parallelism refuses what has no schedule or leaves a stage empty, by key, value, rule and legal values."""
+
+import pytest
+
+from experiments.command import CHECKS
+from research import settings
+from research.config import ConfigError
+from research.parallel.pp.csv_file import to_csv
+from research.parallel.pp.generate import generate
+
+TINY = "experiments/configs/tiny.yaml"
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        ("pp.degree=0", r"pp.degree=0 is out of range"),
+        ("pp.degree=2 pp.schedule=zbw", r"pp.schedule=zbw is unknown; legal: gpipe, 1f1b, .*, file:PATH"),
+        ("pp.degree=3 pp.schedule=dualpipe", r"pp.degree=3 must be a multiple of 2 for schedule=dualpipe; legal: 2, 4"),
+        ("pp.degree=2 pp.stages_per_rank=2", r"pp.stages_per_rank=2 does not fit schedule=1f1b; legal: 1"),
+        ("pp.degree=2 pp.stages_per_rank=-1", r"pp.stages_per_rank=-1 is out of range"),
+        ("pp.degree=7", r"pp.degree=7 makes 7 stages, of which some would be empty: model.layers=4, .*; legal: 1 to 6"),
+        ("pp.degree=4 pp.schedule=zbv", r"pp.degree=4 makes 8 stages"),
+        ("pp.degree=2 pp.schedule=file:nowhere.csv", r"pp.schedule=file:nowhere.csv cannot be run: .* cannot be read"),
+    ],
+)
+def test_refused(words, told):
+    with pytest.raises(ConfigError, match=told):
+        settings.load(TINY, words.split(), CHECKS)
+
+
+@pytest.mark.parametrize("words", ["pp.degree=6", "pp.degree=2 pp.schedule=interleaved pp.stages_per_rank=3"])
+def test_accepted(words):
+    settings.load(TINY, words.split(), CHECKS)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda text: text, None),
+        (lambda text: text.replace("0F0,", "0F1,", 1), "F of stage 0, microbatch 0 runs 0 times"),
+        (lambda text: "\n".join(text.splitlines()[:1]), "ranks=2; legal: 1"),
+    ],
+)
+def test_a_schedule_of_a_file_is_checked(tmp_path, change, told):
+    path = tmp_path / "mine.csv"
+    path.write_text(change(to_csv(generate("1f1b", 2, 2))))
+    words = ["pp.degree=2", f"pp.schedule=file:{path}"]
+    if told is None:
+        settings.load(TINY, words, CHECKS)
+        return
+    with pytest.raises(ConfigError, match=told):
+        settings.load(TINY, words, CHECKS)

@@ -1,0 +1,197 @@
+"""The executor on several ranks: what it computes, holds and sends, beside what the schedule promises."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from research.data.tokens import open_tokens
+from research.launch.local import start
+from research.mesh import Mesh, total_ranks
+from research.parallel.pp import cost, schedule_of
+from research.parallel.pp.check import check
+from research.parallel.pp.generate import generate
+from research.parallel.pp.program import evaluation, program_of
+from research.settings import load
+from research.train import executor
+from research.train.action import Action, made, parts
+from research.train.handover import Handover
+from research.train.loop import Trainer
+from research.train.memory import peak_bytes
+from research.train.run import global_batches, run
+
+LIMIT_S = 120.0
+
+
+@pytest.fixture
+def layout(text, tmp_path):
+    def made_of(*words):
+        given = [f"data.path={text}", f"data.cache={tmp_path}/cache", f"record.folder={tmp_path}", *words]
+        return load("experiments/configs/tiny.yaml", given)
+
+    return made_of
+
+
+def on_ranks(config, body):
+    """`body(trainer, microbatches)` on every rank, of the first step."""
+
+    def rank(place, device):
+        trainer = Trainer(config, Mesh.from_config(config, place.world, place.rank), device)
+        return body(trainer, global_batches(config, open_tokens(config.data)).microbatches_of(0))
+
+    return start(rank, total_ranks(config), config.launch, LIMIT_S)
+
+
+def flops(trainer, microbatches):
+    with FlopCounterMode(display=False) as counter:
+        trainer.backward(microbatches)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("words", ["", "tp.degree=2", "tp.degree=2 tp.sequence=false"])
+def test_no_product_is_computed_twice(layout, words):
+    """Split into two passes or not, on one rank or on two."""
+    one = layout("model.experts=0", *words.split())
+    whole = sum(on_ranks(one, flops))
+    for name in ("zb_h1", "zbv"):
+        config = layout("model.experts=0", "pp.degree=2", f"pp.schedule={name}", *words.split())
+        assert sum(on_ranks(config, flops)) == whole > 0
+
+
+def test_the_input_gradient_alone_makes_no_weight_gradient(layout, monkeypatch):
+    """Of a stage without embedding's and head's products, which stay in B: each pass computes as much as the others."""
+    found = {}
+    real = executor._Walk.run
+
+    def counted(self, action):
+        with FlopCounterMode(display=False) as counter:
+            real(self, action)
+        found[action.kind] = found.get(action.kind, 0) + counter.get_total_flops()
+
+    monkeypatch.setattr(executor._Walk, "run", counted)
+    words = ["model.experts=0", "pp.degree=2", "pp.schedule=zb_h1"]
+    (first, _) = on_ranks(layout(*words), lambda trainer, batches: trainer.backward(batches) and dict(found))
+    assert first["F"] == first["B"] == first["W"] > 0
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_h1", "zb_h2", "zbv", "v_min", "dualpipe", "dualpipe_v"])
+def test_live_activations_are_those_that_the_checker_counts(layout, monkeypatch, name):
+    most = [0]
+    real = executor._Walk.run
+
+    def counted(self, action):
+        real(self, action)
+        most[0] = max(most[0], len(self._roots) + len(self._kept))
+
+    monkeypatch.setattr(executor._Walk, "run", counted)
+    config = layout("pp.degree=2", f"pp.schedule={name}", "train.microbatches=8", "model.experts=0")
+    found = on_ranks(config, lambda trainer, batches: trainer.backward(batches) and most[0])
+    assert tuple(found) == check(schedule_of(config.pp, 8)).live
+
+
+def test_peak_bytes_are_those_of_the_live_activations(layout):
+    """gpipe's grow with the microbatches, 1f1b's do not; zb_h1 holds what W needs a little longer."""
+
+    def peak(name, microbatches):
+        words = ["pp.degree=2", f"pp.schedule={name}", f"train.global_batch={4 * microbatches}"]
+        words += ["model.experts=0", "train.dtype=float32", f"train.microbatches={microbatches}"]
+        return on_ranks(layout(*words), lambda t, b: peak_bytes(t, b)["activations"])[0]
+
+    live = peak("1f1b", 4)  # of two microbatches
+    assert peak("1f1b", 8) == pytest.approx(live, rel=0.05)
+    assert 3.4 < peak("gpipe", 8) / live < 4.2
+    assert peak("zb_h1", 8) < 1.5 * live
+
+
+def settling(program, handover):
+    for place, entry in enumerate(program.entries):
+        handover.settle(place)
+        yield from parts(entry)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "mib", "per_rank"),
+    [("1f1b", 2, 16, None), ("interleaved", 2, 16, 3), ("dualpipe", 2, 16, None), ("zbv", 4, 4, None)],
+)
+@pytest.mark.parametrize("forward", [False, True])
+def test_large_messages_cross_without_a_deadlock(layout, name, ranks, mib, per_rank, forward):
+    """In every order that a schedule has, each with the content that its name says."""
+    schedule = generate(name, ranks, 5, per_rank)
+    schedule = evaluation(schedule, 9) if forward else schedule
+
+    def tensor(name):
+        return torch.full((mib * 2**18,), float(hash(name) % 1000))
+
+    def rank(place, device):
+        program = program_of(schedule, place.rank)
+        mesh = Mesh({"pp": place.world}, place.rank)
+        for way in program.ways:
+            mesh.way(*way)
+        handover = Handover(program, mesh, lambda m: torch.empty(mib * 2**18))
+        for action in settling(program, handover):
+            kind, stage, m = made(action)
+            step = {"F": -1, "B": 1, "W": 0}[kind]
+            if step and 0 <= stage + step < schedule.stages:
+                need = Action(kind, stage + step, m)
+                assert torch.equal(handover.take(need), tensor(need))
+            if step and 0 <= stage - step < schedule.stages:
+                handover.give(made(action), tensor(made(action)))
+        handover.finish()
+        return sum(mesh.ledger.bytes.values())
+
+    received = start(rank, ranks, layout().launch, LIMIT_S)
+    assert all(n % (mib * 2**20) == 0 for n in received) and sum(received) > 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "pp.degree=2 train.microbatches=3",
+        "pp.degree=2 pp.schedule=zbv train.dtype=bfloat16",
+        "pp.degree=2 pp.schedule=dualpipe train.microbatches=4 train.dtype=float32",
+        "pp.degree=2 pp.schedule=zb_h1 tp.degree=2 train.global_batch=14 train.microbatches=4",
+        "pp.degree=2 pp.schedule=1f1b tp.degree=2 tp.sequence=false",
+        "pp.degree=2 dp.degree=2 pp.schedule=interleaved",
+    ],
+)
+def test_a_step_receives_what_the_formula_says(layout, words):
+    def body(trainer, batches):
+        trainer.backward(batches)
+        counted = trainer.mesh.ledger.bytes.items()
+        return {"/".join(label[1:]): n for label, n in counted if label.op == "receive"}
+
+    config = layout(*words.split())
+    most = {}
+    for received in on_ranks(config, body):
+        most = {k: max(received.get(k, 0), most.get(k, 0)) for k in received | most}
+    assert most == cost.traffic(config)
+
+
+def test_losses_of_microbatches_are_the_same_in_every_schedule(layout):
+    words = ["train.microbatches=8", "train.global_batch=24"]
+    wanted = on_ranks(layout(*words), lambda t, b: t.backward(b).by_microbatch)[0]
+    assert wanted.shape == (8, 2) and len(set(wanted[:, 0].tolist())) == 8
+    for name in ("gpipe", "zbv", "dualpipe"):
+        config = layout("pp.degree=2", f"pp.schedule={name}", *words)
+        for rank in on_ranks(config, lambda t, b: t.backward(b).by_microbatch):
+            torch.testing.assert_close(rank, wanted, rtol=1e-13, atol=0)
+
+
+def test_a_run_over_stages_has_the_row_of_one_process(layout):
+    """Losses, evaluations, loads of all experts, parameters; and what pairs did."""
+    words = ["train.steps=3", "train.warmup_steps=1", "train.eval_every=2", "data.heldout=0.1"]
+    words += ["model.bias_rate=0.01", "data.path=experiments/configs"]
+
+    def row_of(*more):
+        config = layout(*words, *more)
+        return start(lambda p, d: run(config, p, d), total_ranks(config), config.launch, LIMIT_S)[0]
+
+    one = row_of()
+    for more in (["pp.schedule=zbv", "dp.degree=2"], ["pp.schedule=dualpipe", "train.microbatches=4"]):
+        two = row_of("pp.degree=2", *more)
+        one = row_of(*more[1:]) if "train.microbatches=4" in more else one
+        assert two.losses == pytest.approx(one.losses, rel=1e-12)
+        assert two.grad_norms == pytest.approx(one.grad_norms, rel=1e-9)
+        assert [loss for _, loss in two.evals] == pytest.approx([loss for _, loss in one.evals], rel=1e-12)
+        assert two.expert_choices == one.expert_choices and two.parameters == one.parameters
+        assert two.overlapped_pairs == ("one after the other" if "dualpipe" in more[0] else "")
+        assert two.comm_bytes["pp"]["activations/receive/F"] > 0
