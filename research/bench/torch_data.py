@@ -1,5 +1,7 @@
 """Our decoder under torch's own data parallelism, in the loop that one would write."""
 
+from collections.abc import Callable, Mapping
+
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -24,7 +26,7 @@ def fully_sharded(model: Decoder) -> nn.Module:
     return model
 
 
-PEERS = {"DistributedDataParallel": DistributedDataParallel, "fully_shard": fully_sharded}
+PEERS: Mapping[str, Callable[[Decoder], nn.Module]] = {"DistributedDataParallel": DistributedDataParallel, "fully_shard": fully_sharded}
 
 
 class TorchTraining:

@@ -161,12 +161,12 @@ def _columns(found: Sequence[Line], baseline: str) -> dict[str, list[str]]:
         "loss (nats)": _cells(found, lambda r: r.loss, _fixed, min),
         **{f"of depth {k} (nats)": _depth_cells(found, k) for k in depths(r for line in found for r in line.rows)},
         "unigram entropy (nats)": _cells(found, lambda r: r.unigram_entropy, _fixed),
-        "tokens/s": _cells(found, lambda r: r.tokens_per_s, _number, max),
+        "tokens/s": _cells(found, lambda r: r.tokens_per_s, number, max),
         f"over {baseline}": [ABSENT if t is None else f"{t:.2f}×" for t in times],
-        "step (ms)": _cells(found, lambda r: r.step_ms, _number, min),
-        "IQR (ms)": _cells(found, lambda r: r.step_ms_iqr, _number),
-        "peak (MiB)": _cells(found, lambda r: peak_bytes(r) / MIB, _number, min),
-        "received (MiB)": _cells(found, lambda r: wire_bytes(r) / MIB, _number, min),
+        "step (ms)": _cells(found, lambda r: r.step_ms, number, min),
+        "IQR (ms)": _cells(found, lambda r: r.step_ms_iqr, number),
+        "peak (MiB)": _cells(found, lambda r: peak_bytes(r) / MIB, number, min),
+        "received (MiB)": _cells(found, lambda r: wire_bytes(r) / MIB, number, min),
     }
 
 
@@ -245,7 +245,7 @@ def _traffic(traffic: pd.DataFrame) -> str:
     sent = traffic.dropna(axis="columns", how="all")
     columns = {name: [str(part) for part in sent.index.get_level_values(name)] for name in TRAFFIC}
     for name in sent:
-        columns[str(name)] = [ABSENT if math.isnan(b) else _number(b / MIB) for b in sent[name]]
+        columns[str(name)] = [ABSENT if math.isnan(b) else number(b / MIB) for b in sent[name]]
     return _table(columns, text_columns=2)
 
 
@@ -264,7 +264,7 @@ def _fixed(x: float) -> str:
     return f"{x:.4f}"
 
 
-def _number(x: float) -> str:
+def number(x: float) -> str:
     """Three significant digits, or whole with thousands separators."""
     if x == 0 or not math.isfinite(x):
         return f"{x:g}"

@@ -51,6 +51,8 @@ MAY_IMPORT = {
     "research.report.trace": "build built config data launch.process mesh models parallel.axis train.loop train.run",
     "research.report.routes": "config mesh models parallel.axis report.trace",
     "research.report.schedules": "parallel.pp",
+    "research.report.differences": "build config launch.process mesh models parallel record report.formulas "
+    "report.tables",
     "research.report.tokens": "parallel.cp report.figures",
     "research.bench": "bench build comm config files launch mesh models parallel.axis settings train",
     "research.bench.pipeline": "comm config data.tokens launch ledger mesh models parallel.pp train",
