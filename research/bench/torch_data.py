@@ -26,7 +26,10 @@ def fully_sharded(model: Decoder) -> nn.Module:
     return model
 
 
-PEERS: Mapping[str, Callable[[Decoder], nn.Module]] = {"DistributedDataParallel": DistributedDataParallel, "fully_shard": fully_sharded}
+PEERS: Mapping[str, Callable[[Decoder], nn.Module]] = {
+    "DistributedDataParallel": DistributedDataParallel,
+    "fully_shard": fully_sharded,
+}
 
 
 class TorchTraining:
