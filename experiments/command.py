@@ -60,7 +60,7 @@ def launch(function: Callable[[Place, torch.device], T], config: RunConfig, wher
     """Run on all ranks, started here or joined; returns what rank 0 (or this joined rank) returns."""
     if where is not None:
         return join(function, where, config.launch)
-    return start(function, total_ranks(config), config.launch)[0]
+    return start(function, total_ranks(config), config.launch, heeds=config.checkpoint.every > 0)[0]
 
 
 def main(usage: str | None, body: Callable[[Sequence[str], Joined | None], int], needs: str = "") -> int:

@@ -73,6 +73,7 @@ def gpu(words: Sequence[str], where: Joined | None) -> int:
             print(f"{config.record.arm} failed: {error}", file=sys.stderr, flush=True)
             passed = False
             continue
+        assert row is not None, "it keeps no checkpoints, so nothing ends it early"
         mfu = "no peak known" if row.mfu is None else f"MFU {row.mfu:.1%}"
         print(f"{row.arm}: {row.tokens_per_s:,.0f} tokens/s, {row.tflops_per_rank:.0f} TFLOP/s, {mfu}", flush=True)
     show("results", "gpu")

@@ -1,26 +1,46 @@
 """An ablation file: a question, a prediction, and arms that each change some keys of one base config."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from research import settings
-from research.config import Check, ConfigError, Problem, RunConfig, Scalar
-from research.record import row_path, run_id
+from research.config import Check, ConfigError, Problem, RunConfig, Scalar, replace
 
-KEYS = ("question", "prediction", "base", "seeds", "arms")
+NEEDED = ("question", "prediction", "base", "seeds")
+KEYS = (*NEEDED, "repeats", "baseline", "arms", "product", "exclude", "impossible")
+JOINT = "+"  # between the levels that name an arm of a product
+CHANGES = "a mapping of arm to words", "NAME: [key=value, ...]"
+FACTORS = "a mapping of factors", "key: [value, ...] or NAME: {LEVEL: [key=value, ...]}"
+Levels = dict[str, tuple[str, ...]]  # name of a level (or of an arm) -> `key=value` words
 
 
 @dataclass(frozen=True)
 class Ablation:
-    """`arms`: name -> `key=value` words that it adds to the base config."""
+    """`arms`: name -> `key=value` words that it adds to the base config; those of the product stand last."""
 
     name: str
     question: str
     prediction: str
     base: Path
     seeds: tuple[int, ...]
-    arms: dict[str, tuple[str, ...]]
+    arms: Levels
+    repeats: int = 1  # of each seed, which tell how much a measurement scatters
+    baseline: str = ""  # the arm that ratios are over
+    impossible: tuple[str, ...] = ()  # arms that are expected to be refused
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an ablation comes to: the runs of its possible arms, and why the others, as expected, are none."""
+
+    ablation: Ablation
+    runs: list[RunConfig] = field(default_factory=list)
+    impossible: dict[str, str] = field(default_factory=dict)  # arm -> the rules that it breaks
 
 
 def read(path: str | Path) -> Ablation:
@@ -29,49 +49,159 @@ def read(path: str | Path) -> Ablation:
     tree, problems = settings.read_yaml(path)
     if problems:
         raise ConfigError(problems)
-    problems += [Problem(f"{path}: {k}", None, "is not known here", ", ".join(KEYS)) for k in tree if k not in KEYS]
-    problems += [Problem(f"{path}: {k}", None, "is missing") for k in KEYS if k not in tree]
-    for name in ("question", "prediction", "base"):
+    problems += [Problem(k, None, "is not known here", ", ".join(KEYS)) for k in tree if k not in KEYS]
+    problems += [Problem(k, None, "is missing") for k in NEEDED if k not in tree]
+    if not {"arms", "product"} & set(tree):
+        problems.append(Problem("arms", None, "is missing", "arms, product, or both"))
+    for name in ("question", "prediction", "base", "baseline"):
         if not isinstance(tree.get(name, ""), str):
-            problems.append(Problem(f"{path}: {name}", tree[name], "is not text"))
-    arms, seeds = tree.get("arms", {"": []}), tree.get("seeds", [0])
-    if not isinstance(arms, dict) or not arms:
-        problems.append(Problem(f"{path}: arms", arms, "is not a mapping of arm to words", "NAME: [key=value, ...]"))
-        arms = {}
-    for name, words in arms.items():
-        if not isinstance(words, list) or not all(isinstance(w, str) for w in words):
-            problems.append(Problem(f"{path}: arms.{name}", words, "is not a list of words", "[key=value, ...]"))
-    if not isinstance(seeds, list) or not seeds or not all(type(s) is int and s >= 0 for s in seeds):
-        problems.append(Problem(f"{path}: seeds", seeds, "is not a list of seeds", "[0], [0, 1, 2]"))
-    elif len(set(seeds)) < len(seeds):
-        problems.append(Problem(f"{path}: seeds", seeds, "names a seed twice", "[0], [0, 1, 2]"))
+            problems.append(Problem(name, tree[name], "is not text"))
+    arms = _levels("arms", tree["arms"], *CHANGES, problems) if "arms" in tree else {}
+    product = _product(tree, problems)
+    problems += [Problem(f"product: {n}", None, "is the name of an arm as well") for n in product if n in arms]
+    arms |= product
+    if "baseline" in tree and arms and tree["baseline"] not in arms:
+        problems.append(Problem("baseline", tree["baseline"], "is no arm", ", ".join(arms)))
+    impossible = _impossible(tree.get("impossible", []), arms, problems)
+    seeds, repeats = tree.get("seeds", [0]), tree.get("repeats", 1)
+    problems += _seed_problems(seeds, repeats)
     if problems:
-        raise ConfigError(problems)
-    named = {str(name): tuple(words) for name, words in arms.items()}
-    base = path.parent / str(tree["base"])
-    return Ablation(path.stem, str(tree["question"]), str(tree["prediction"]), base, tuple(seeds), named)
+        raise ConfigError([Problem(f"{path}: {p.key}", p.value, p.rule, p.legal) for p in problems])
+    base, baseline = path.parent / str(tree["base"]), str(tree.get("baseline", next(iter(arms))))
+    told = str(tree["question"]), str(tree["prediction"])
+    return Ablation(path.stem, *told, base, tuple(seeds), arms, repeats, baseline, impossible)
 
 
-def runs(ablation: Ablation, words: Sequence[str] = (), checks: Sequence[Check] = ()) -> list[RunConfig]:
-    """The config of every arm and seed, `words` added to each. Raises ConfigError with the problems of all arms."""
-    found: list[RunConfig] = []
-    problems: list[Problem] = []
-    for arm, changes in ablation.arms.items():
-        for seed in ablation.seeds:
-            labels: dict[str, Scalar] = {"record.ablation": ablation.name, "record.arm": arm, "train.seed": seed}
-            theirs = [*changes, *words]
-            wrong = [Problem(w, None, "is for the ablation to set") for w in theirs if w.partition("=")[0] in labels]
-            try:
-                ours = [settings.word(key, value) for key, value in labels.items()]
-                found.append(settings.load(ablation.base, [*theirs, *ours], checks))
-            except ConfigError as error:
-                wrong += error.problems
+def _seed_problems(seeds: Any, repeats: Any) -> Iterator[Problem]:
+    if not isinstance(seeds, list) or not seeds or not all(type(s) is int and s >= 0 for s in seeds):
+        yield Problem("seeds", seeds, "is not a list of seeds", "[0], [0, 1, 2]")
+    elif len(set(seeds)) < len(seeds):
+        yield Problem("seeds", seeds, "names a seed twice", "[0], [0, 1, 2]")
+    if type(repeats) is not int or repeats < 1:
+        yield Problem("repeats", repeats, "is not a number of repetitions", "an integer, at least 1")
+
+
+def _levels(name: str, tree: Any, form: str, legal: str, problems: list[Problem]) -> Levels:
+    """A mapping of names to lists of words; what is not one is added to `problems`."""
+    if not isinstance(tree, dict) or not tree:
+        problems.append(Problem(name, tree, f"is not {form}", legal))
+        return {}
+    for level, words in tree.items():
+        if not isinstance(words, list) or not all(isinstance(w, str) for w in words):
+            problems.append(Problem(f"{name}.{level}", words, "is not a list of words", "[key=value, ...]"))
+    return {str(level): tuple(words) if isinstance(words, list) else () for level, words in tree.items()}
+
+
+def _product(tree: Mapping[str, Any], problems: list[Problem]) -> Levels:
+    """Every combination of one level of each factor, but for those that an entry of `exclude` fits."""
+    given = tree.get("product", {})
+    if not isinstance(given, dict) or ("product" in tree and not given):
+        problems.append(Problem("product", given, f"is not {FACTORS[0]}", FACTORS[1]))
+        return {}
+    factors = {str(name): _factor(str(name), levels, problems) for name, levels in given.items()}
+    unused, kept = _exclusions(tree.get("exclude", []), factors, problems), {}
+    fits = [(e, {f: _chosen(levels) for f, levels in e.items()}) for e in unused]
+    for names in itertools.product(*factors.values()):
+        levels = dict(zip(factors, names, strict=True))
+        out = [e for e, wanted in fits if all(any(_is(levels[f], f, v) for v in vs) for f, vs in wanted.items())]
+        unused = [e for e in unused if e not in out]
+        if levels and not out:
+            kept[JOINT.join(names)] = tuple(w for factor, level in levels.items() for w in factors[factor][level])
+    problems += [Problem("exclude", e, "excludes nothing") for e in unused]
+    if factors and not kept and all(factors.values()):
+        problems.append(Problem("exclude", tree["exclude"], "leaves no arm of the product"))
+    return kept
+
+
+def _factor(name: str, levels: Any, problems: list[Problem]) -> Levels:
+    """Levels of a factor that is a key with values, or a name with levels of several words each."""
+    if isinstance(levels, list) and levels:
+        words = [settings.word(name, value) for value in levels]
+        return {word: (word,) for word in words}
+    return _levels(f"product.{name}", levels, "values of a key, or levels with their words", FACTORS[1], problems)
+
+
+def _exclusions(given: Any, factors: Mapping[str, Levels], problems: list[Problem]) -> list[dict[str, Any]]:
+    if not isinstance(given, list) or not all(isinstance(e, dict) and e for e in given):
+        problems.append(Problem("exclude", given, "is not a list of combinations", "[{FACTOR: LEVEL, ...}, ...]"))
+        return []
+    good = []
+    for entry in given:
+        if unknown := [str(f) for f in entry if f not in factors]:
+            problems.append(Problem(f"exclude.{unknown[0]}", None, "is no factor", ", ".join(factors)))
+        else:
+            good.append(entry)
+    return good
+
+
+def _chosen(levels: Any) -> list[Any]:
+    return levels if isinstance(levels, list) else [levels]
+
+
+def _is(level: str, factor: str, value: Any) -> bool:
+    """Whether an exclusion means this level: by its name, or by the value of the key that the factor is."""
+    return level in (str(value), settings.word(factor, value))
+
+
+def _impossible(patterns: Any, arms: Levels, problems: list[Problem]) -> tuple[str, ...]:
+    """The arms that the patterns (`tp3*`) name."""
+    if not isinstance(patterns, list) or not all(isinstance(p, str) for p in patterns):
+        problems.append(Problem("impossible", patterns, "is not a list of arms", "[NAME, ...], * for any letters"))
+        return ()
+    for pattern in patterns:
+        if arms and not matching(arms, [pattern]):
+            problems.append(Problem("impossible", pattern, "is no arm", ", ".join(arms)))
+    return tuple(matching(arms, patterns))
+
+
+def matching(arms: Mapping[str, object], patterns: Sequence[str]) -> list[str]:
+    """Arms that one of the patterns names, `*` for any letters."""
+    return [arm for arm in arms if any(arm == p or fnmatchcase(arm, p) for p in patterns)]
+
+
+def plan(ablation: Ablation, words: Sequence[str] = (), checks: Sequence[Check] = ()) -> Plan:
+    """The config of every arm, seed and repetition, `words` added to each. Raises ConfigError with the problems of all
+    arms that were not expected to be impossible, and with every arm that was and is not."""
+    impossible = why_impossible(ablation, words, checks)
+    made = Plan(ablation, impossible={arm: why for arm, why in impossible.items() if why})
+    rule = "is marked as impossible, but nothing is wrong with it"
+    problems = [Problem(f"arm {arm}", None, rule) for arm, why in impossible.items() if not why]
+    for arm in ablation.arms:
+        if arm not in impossible:
+            found, wrong = _runs_of(ablation, arm, words, checks)
+            made.runs.extend(found)
             problems += [Problem(f"arm {arm}: {p.key}", p.value, p.rule, p.legal) for p in wrong]
     if problems:
         raise ConfigError(list({str(p): p for p in problems}.values()))
-    return found
+    return made
 
 
-def missing(configs: Sequence[RunConfig]) -> Iterator[RunConfig]:
-    """Those that have no row yet."""
-    return (c for c in configs if not row_path(c.record.folder, run_id(c)).exists())
+def why_impossible(ablation: Ablation, words: Sequence[str], checks: Sequence[Check]) -> dict[str, str]:
+    """Arm that is expected to be impossible -> the rules that it breaks; "" where it breaks none."""
+    wrong = {arm: _runs_of(ablation, arm, words, checks)[1] for arm in ablation.impossible}
+    told = {arm: dict.fromkeys(str(dataclasses.replace(p, legal="")) for p in ps) for arm, ps in wrong.items()}
+    return {arm: "; ".join(rules) for arm, rules in told.items()}
+
+
+def _runs_of(
+    ablation: Ablation, arm: str, words: Sequence[str], checks: Sequence[Check]
+) -> tuple[list[RunConfig], list[Problem]]:
+    found: list[RunConfig] = []
+    problems: list[Problem] = []
+    theirs = [*ablation.arms[arm], *words]
+    for seed, repeat in itertools.product(ablation.seeds, range(ablation.repeats)):
+        labels: dict[str, Scalar] = {"record.ablation": ablation.name, "record.arm": arm}
+        labels |= {"record.repeat": repeat, "train.seed": seed}
+        problems += [Problem(w, None, "is for the ablation to set") for w in theirs if w.partition("=")[0] in labels]
+        try:
+            ours = [settings.word(key, value) for key, value in labels.items()]
+            found.append(_resuming(settings.load(ablation.base, [*theirs, *ours], checks)))
+        except ConfigError as error:
+            problems += error.problems
+    return found, problems
+
+
+def _resuming(config: RunConfig) -> RunConfig:
+    """An arm that keeps checkpoints goes on from them when it is started again."""
+    c = config.checkpoint
+    return replace(config, {"checkpoint.resume": "auto"}) if c.every and not c.resume else config

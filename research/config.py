@@ -364,10 +364,11 @@ class RecordConfig:
     folder: str = key("results", "rows are written to FOLDER/rows")
     ablation: str = key("", "name of the ablation that this run belongs to")
     arm: str = key("", "name of the arm in that ablation")
+    repeat: int = key(0, "number of this repetition of the same run, for the scatter of measurements", at_least=0)
     warmup_steps: int = key(3, "first steps that timings leave out", at_least=0)
     peak_tflops: float = key(0.0, "peak of one device in the run's dtype, TFLOP/s; 0 leaves MFU out", at_least=0)
     causal_flops: bool = key(True, "count attention under the causal mask only: half the square")
-    tensorboard: bool = key(False, "write scalars and hyper-parameters to FOLDER/tensorboard/<run_id>")
+    tensorboard: bool = key(False, "write scalars and hyper-parameters to FOLDER/tensorboard")
     profile: bool = key(False, "write a trace of the last step of rank 0 to FOLDER/traces/<run_id>.json, for Perfetto")
 
 
@@ -424,6 +425,29 @@ class LaunchConfig:
 
 
 @dataclass(frozen=True)
+class SlurmConfig:
+    """What `experiments.ablate FILE --submit` asks a cluster for, for each run. Nothing here changes a result."""
+
+    partition: str = key("", "partition; '': the default of the cluster")
+    account: str = key("", "account that pays; '': the user's default")
+    qos: str = key("", "quality of service; '': the default")
+    minutes: int = key(0, "time limit of a run of an ablation, on this machine too; 0: the partition's, none here", 0)
+    nodes: int = key(1, "nodes of a run; its ranks are spread evenly over them", at_least=1)
+    cpus: int = key(1, "CPU cores of a rank", at_least=1)
+    at_once: int = key(0, "runs of an array that may run at a time; 0: all that find room", at_least=0)
+    notice_s: int = key(
+        120, "seconds before the limit in which a run with checkpoints saves and is queued again", 1, 65535
+    )
+    launcher: Literal["srun", "torchrun"] = key("srun", "what starts the ranks")
+    options: tuple[str, ...] = key((), "further options of sbatch, such as --constraint=h100")
+
+    def problems(self) -> Iterator[Problem]:
+        for option in self.options:
+            if not option.startswith("-"):
+                yield Problem("slurm.options", option, "is not an option of sbatch", "--name=value, -x")
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """A whole run. The section of an axis that is absent means degree 1."""
 
@@ -439,6 +463,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
 
     def problems(self) -> Iterator[Problem]:
         """Rules that join keys of two sections; those of an axis are its own."""

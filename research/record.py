@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from research.config import Problem, RunConfig, Value
+from research.config import Problem, RunConfig, SlurmConfig, Value
 from research.files import writable, write_atomically
 from research.settings import flat, to_mapping
 
@@ -18,8 +18,9 @@ Kind = Literal["measured", "dry", "simulated"]
 
 # What changes neither a result nor a measurement: where things are put, how a run is watched.
 NOT_IDENTITY = (
-    *("record.folder", "record.ablation", "record.arm", "record.tensorboard", "record.profile"),
+    *("record.folder", "record.ablation", "record.arm", "record.repeat", "record.tensorboard", "record.profile"),
     *("launch.timeout_s", "data.cache"),
+    *(f"slurm.{f.name}" for f in dataclasses.fields(SlurmConfig)),
     *("checkpoint.every", "checkpoint.folder", "checkpoint.keep", "checkpoint.keep_every"),
     *("generate.tokens", "generate.temperature", "generate.top_p", "generate.seed"),
     *("generate.block", "generate.cache_tokens"),
@@ -97,9 +98,17 @@ def config_hash(config: Mapping[str, Mapping[str, Value]]) -> str:
 
 
 def run_id(config: RunConfig) -> str:
-    """The same for the same ablation, arm and config: an arm is done when its row is there."""
-    names = [n for n in (config.record.ablation, config.record.arm) if n] or ["run"]
-    return "-".join([*names, f"s{config.train.seed}", config_hash(to_mapping(config))])
+    """The same for the same ablation, arm, repetition and config: an arm is done when its row is there."""
+    r = config.record
+    names = [n for n in (r.ablation, r.arm) if n] or ["run"]
+    repeat = [f"r{r.repeat}"] if r.repeat else []
+    return "-".join([*names, f"s{config.train.seed}", *repeat, config_hash(to_mapping(config))])
+
+
+def tensorboard_folder(config: RunConfig) -> Path:
+    """Runs of one ablation lie side by side under the names of their arms; others under their run_id."""
+    root, r = Path(config.record.folder) / "tensorboard", config.record
+    return root / r.ablation / run_id(config).removeprefix(f"{r.ablation}-") if r.ablation else root / run_id(config)
 
 
 def problems(config: RunConfig) -> Iterator[Problem]:

@@ -59,7 +59,8 @@ def joined(environment: Mapping[str, str] = os.environ) -> Joined | None:
     if port is None:
         step = int(environment["SLURM_STEP_ID"])
         port = str(FIRST_PORT + (int(environment["SLURM_JOB_ID"]) + step * STEP_STRIDE) % PORTS)
-    return Joined(Place(rank, world, local_rank, local_world), f"tcp://{host}:{port}")
+    cpus = environment.get("SLURM_CPUS_PER_TASK", "0") if names[0] == "SLURM_PROCID" else "0"  # torchrun's are of all
+    return Joined(Place(rank, world, local_rank, local_world, int(cpus)), f"tcp://{host}:{port}")
 
 
 def hosts(nodelist: str) -> list[str]:

@@ -51,13 +51,18 @@ class _Report(Generic[T]):
 
 
 def start(
-    function: Callable[[Place, torch.device], T], world: int, config: LaunchConfig, limit_s: float | None = None
+    function: Callable[[Place, torch.device], T],
+    world: int,
+    config: LaunchConfig,
+    limit_s: float | None = None,
+    heeds: bool = False,
 ) -> list[T]:
     """Run `function(place, device)` on `world` ranks of this machine; returns what each returned, by rank.
 
     The first rank that raises, is killed or leaves ends all others: RankError with its traceback, or the ConfigError
     itself. Past `limit_s`
-    seconds in all, TimeoutError names the ranks that are still at work. No process is left in any case.
+    seconds in all, TimeoutError names the ranks that are still at work. No process is left in any case. Where the
+    ranks heed notices (`preemption`), a first SIGTERM is passed on and they end by themselves; SIGUSR1 always is.
     """
     if torch.get_num_threads() != 1:
         raise RuntimeError(
@@ -65,10 +70,10 @@ def start(
             "torch.set_num_threads(1) before anything is computed here, or run the entry point as a process of its own"
         )
     context = get_context("fork")
-    with tempfile.TemporaryDirectory(prefix="ranks-") as folder, _terminable():
+    ranks: list[Any] = []
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder, _terminable(ranks, heeds):
         alive_read, alive_write = os.pipe()
         pipes: list[Connection] = []
-        ranks = []
         try:
             for rank in range(world):
                 ours, theirs = context.Pipe(duplex=False)
@@ -107,6 +112,7 @@ def _rank(
     """The life of one forked rank: run, report, leave."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us, so that Ctrl-C prints once
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # what a rank printed outlives its violent end
     os.close(alive_write)
@@ -182,17 +188,28 @@ def _obituary(process: Any) -> str:
 
 
 @contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """SIGTERM unwinds this process like Ctrl-C, so that the ranks are ended; handlers belong to the main thread."""
+def _terminable(ranks: Sequence[Any], heeds: bool) -> Iterator[None]:
+    """SIGTERM unwinds this process like Ctrl-C, so that the ranks are ended, or are asked to end where they heed it;
+    handlers belong to the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    parent, passed_on = os.getpid(), [signal.SIGUSR1, *([signal.SIGTERM] if heeds else [])]
 
     def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
+        if os.getpid() != parent:
+            return  # a rank that has just been forked
+        if number not in passed_on:
+            raise SystemExit(128 + number)
+        if number == signal.SIGTERM:
+            passed_on.remove(signal.SIGTERM)  # a second one is meant
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank.pid, number)
 
-    before = signal.signal(signal.SIGTERM, leave)
+    before = {n: signal.signal(n, leave) for n in (signal.SIGTERM, signal.SIGUSR1)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

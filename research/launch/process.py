@@ -20,6 +20,7 @@ class Place:
     world: int
     local_rank: int
     local_world: int  # ranks on this node
+    cpus: int = 0  # CPU cores that a launcher gave this rank; 0: it shares those of the node
 
     @property
     def nodes(self) -> int:
@@ -74,7 +75,7 @@ def too_few_devices(ranks: int) -> Problem | None:
 
 def threads(place: Place, config: LaunchConfig) -> int:
     """CPU threads of this rank."""
-    return config.threads or max(1, len(os.sched_getaffinity(0)) // place.local_world)
+    return config.threads or place.cpus or max(1, len(os.sched_getaffinity(0)) // place.local_world)
 
 
 @contextlib.contextmanager

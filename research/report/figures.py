@@ -21,13 +21,16 @@ STROKES: tuple[str | tuple[int, tuple[float, ...]], ...] = ("-", (0, (5, 2)), (0
 SAME = 0.005  # share of the plotted range that the eye cannot tell from nothing
 
 
-def overview(rows: Iterable[Row], path: Path, order: Sequence[str] | None = None, title: str = "") -> None:
-    """Write a PNG with loss curves and throughput side by side. Raises ValueError where there are no rows."""
+def overview(
+    rows: Iterable[Row], path: Path, order: Sequence[str] | None = None, title: str = "", baseline: str = ""
+) -> None:
+    """Write a PNG with loss curves and throughput side by side, which is over that of arm `baseline`, else the first.
+    Raises ValueError where there are no rows."""
     found = lines(rows, order)
     figure = Figure(figsize=(12, max(4.6, 1.6 + 0.4 * len(found))), dpi=120, layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     _draw_losses(left, found)
-    _draw_throughput(right, found, order)
+    _draw_throughput(right, found, baseline or (order[0] if order else found[0].arm))
     figure.suptitle(title)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
@@ -45,7 +48,7 @@ def throughput(rows: Iterable[Row], order: Sequence[str] | None = None) -> Figur
     """Tokens per second, a bar an arm. Raises ValueError where there are no rows."""
     found = lines(rows, order)
     figure = Figure(figsize=(7.2, 1.4 + 0.4 * len(found)), layout="constrained")
-    _draw_throughput(figure.subplots(), found, order)
+    _draw_throughput(figure.subplots(), found, order[0] if order else found[0].arm)
     return figure
 
 
@@ -69,8 +72,7 @@ def _draw_losses(axes: Axes, found: Sequence[Line]) -> None:
     axes.legend(fontsize="small", handlelength=4, title=_overlaps(found), title_fontsize="small", alignment="left")
 
 
-def _draw_throughput(axes: Axes, found: Sequence[Line], order: Sequence[str] | None) -> None:
-    baseline = order[0] if order else found[0].arm
+def _draw_throughput(axes: Axes, found: Sequence[Line], baseline: str) -> None:
     rates = [line.mean(lambda r: r.tokens_per_s) for line in found]
     for i, (line, rate) in enumerate(zip(found, rates, strict=True)):
         spread = line.spread(lambda r: r.tokens_per_s)

@@ -5,8 +5,10 @@ from pathlib import Path
 
 from research.files import write_atomically
 from research.record import Row, load
+from research.report.absent import Absent
 from research.report.figures import overview
-from research.report.tables import frame, markdown
+from research.report.latex import latex
+from research.report.tables import comparison, frame, markdown
 
 
 def by_ablation(folder: str | Path) -> dict[str, list[Row]]:
@@ -21,16 +23,24 @@ def by_ablation(folder: str | Path) -> dict[str, list[Row]]:
 
 
 def write_tables(
-    folder: str | Path, ablation: str, rows: Sequence[Row], order: Sequence[str] | None = None
+    folder: str | Path,
+    ablation: str,
+    rows: Sequence[Row],
+    order: Sequence[str] | None = None,
+    baseline: str = "",
+    absent: Sequence[Absent] = (),
+    with_latex: bool = False,
 ) -> list[Path]:
-    """Write FOLDER/tables/ABLATION.md and .csv and FOLDER/figures/ABLATION.png; returns the three paths.
+    """Write FOLDER/tables/ABLATION.md, .csv, .tex if asked for, and FOLDER/figures/ABLATION.png; returns the paths.
 
-    `order` names the wanted arms, the baseline first. Raises ValueError where there are no rows.
+    `order` names the wanted arms, `absent` the runs without a row. Raises ValueError where there are no rows.
     """
-    page, data = (Path(folder) / "tables" / f"{ablation}{suffix}" for suffix in (".md", ".csv"))
+    page, data, paper = (Path(folder) / "tables" / f"{ablation}{suffix}" for suffix in (".md", ".csv", ".tex"))
     figure = Path(folder) / "figures" / f"{ablation}.png"
     picture = f"![Loss curves and throughput](../figures/{figure.name})\n"
-    write_atomically(page, f"{markdown(rows, ablation, order)}\n{picture}".encode())
-    write_atomically(data, frame(rows, order).to_csv(index=False).encode())
-    overview(rows, figure, order, title=ablation)
-    return [page, data, figure]
+    write_atomically(page, f"{markdown(rows, ablation, order, baseline, absent)}\n{picture}".encode())
+    write_atomically(data, frame(rows, order, absent).to_csv(index=False).encode())
+    if with_latex:
+        write_atomically(paper, latex(comparison(rows, ablation, order, baseline, absent)).encode())
+    overview(rows, figure, order, title=ablation, baseline=baseline)
+    return [page, data, *([paper] if with_latex else []), figure]

@@ -1,12 +1,14 @@
 """Tables of rows: a data frame for further work, a Markdown page for people."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import pandas as pd
 
-from research.config import AXIS_SECTIONS
-from research.record import Hardware, Row
+from research.record import Row
+from research.report.absent import Absent, repeat_of
+from research.report.facts import axes, commit, depths, hardware, loss_of_depth, peak_bytes, wire_bytes
 from research.report.lines import Line, arm_of, arranged, differences, layout, lines, ratio
 
 MIB = 2**20
@@ -21,38 +23,58 @@ DEFINITIONS = (
 )
 
 
-def frame(rows: Iterable[Row], order: Sequence[str] | None = None) -> pd.DataFrame:
-    """One line a row, arms as in `order`; units stand in the column names, loss and entropy are in nats per token.
+@dataclass(frozen=True)
+class Page:
+    """A comparison as text, for any format: `**x**` is bold."""
+
+    title: str
+    columns: dict[str, list[str]]
+    text_columns: int
+    facts: list[str]
+    notes: list[str]
+    footnotes: list[str]  # [1], [2] ..: of arms without a row
+
+
+def frame(rows: Iterable[Row], order: Sequence[str] | None = None, absent: Sequence[Absent] = ()) -> pd.DataFrame:
+    """One line a row, arms as in `order`, then one for each run that has none; units stand in the column names, loss
+    and entropy are in nats per token.
 
     `wire_bytes` adds up axes, each the largest over ranks: an upper bound of one rank.
     """
     found = arranged(rows, order)
-    axes = _axes(found)
-    return pd.DataFrame(
-        [
-            {
-                "ablation": r.ablation,
-                "arm": arm_of(r),
-                "seed": r.seed,
-                "kind": r.kind,
-                "ranks": r.hardware.ranks,
-                "layout": layout(r),
-                "loss": r.loss,
-                **{f"loss_depth_{k}": _loss_of_depth(r, k) for k in _depths(found)},
-                "unigram_entropy": r.unigram_entropy,
-                "tokens_per_s": r.tokens_per_s,
-                "step_ms_median": r.step_ms,
-                "step_ms_iqr": r.step_ms_iqr,
-                "peak_bytes": _peak_bytes(r),
-                **{f"wire_bytes_{axis}": sum(r.comm_bytes.get(axis, {}).values()) for axis in axes},
-                "wire_bytes": _wire_bytes(r),
-                "tokens": r.tokens,
-                "parameters": r.parameters,
-                "commit": _commit(r),
-            }
-            for r in found
-        ]
-    )
+    lines = [_fields(r, found) for r in found]
+    whole = {name: "Int64" for line in lines[:1] for name, value in line.items() if isinstance(value, int)}
+    names = ("arm", "seed", "repeat", "state", "error", "evidence")
+    missing = [{"ablation": found[0].ablation} | {n: getattr(a, n) for n in names} for a in absent if found]
+    return pd.DataFrame([*lines, *missing]).astype(whole if missing else {})
+
+
+def _fields(r: Row, among: Sequence[Row]) -> dict[str, object]:
+    return {
+        "ablation": r.ablation,
+        "arm": arm_of(r),
+        "seed": r.seed,
+        "repeat": repeat_of(r),
+        "state": "done",
+        "kind": r.kind,
+        "hardware": hardware(r.hardware),
+        "ranks": r.hardware.ranks,
+        "layout": layout(r),
+        "loss": r.loss,
+        **{f"loss_depth_{k}": loss_of_depth(r, k) for k in depths(among)},
+        "unigram_entropy": r.unigram_entropy,
+        "tokens_per_s": r.tokens_per_s,
+        "step_ms_median": r.step_ms,
+        "step_ms_iqr": r.step_ms_iqr,
+        "peak_bytes": peak_bytes(r),
+        **{f"wire_bytes_{axis}": sum(r.comm_bytes.get(axis, {}).values()) for axis in axes(among)},
+        "wire_bytes": wire_bytes(r),
+        "tokens": r.tokens,
+        "parameters": r.parameters,
+        "commit": commit(r),
+        "error": math.nan,
+        "evidence": "row written",
+    }
 
 
 def wire_frame(rows: Iterable[Row], order: Sequence[str] | None = None) -> pd.DataFrame:
@@ -61,7 +83,7 @@ def wire_frame(rows: Iterable[Row], order: Sequence[str] | None = None) -> pd.Da
     found = lines(rows, order)
     labels = [
         (axis, label)
-        for axis in _axes(r for line in found for r in line.rows)
+        for axis in axes(r for line in found for r in line.rows)
         for label in sorted({label for line in found for r in line.rows for label in r.comm_bytes.get(axis, {})})
     ]
     columns = {line.name: [_label_bytes(line, axis, label) for axis, label in labels] for line in found}
@@ -69,39 +91,83 @@ def wire_frame(rows: Iterable[Row], order: Sequence[str] | None = None) -> pd.Da
     return pd.DataFrame(columns, index=index, dtype=float)
 
 
-def markdown(rows: Iterable[Row], title: str, order: Sequence[str] | None = None) -> str:
+def markdown(
+    rows: Iterable[Row],
+    title: str,
+    order: Sequence[str] | None = None,
+    baseline: str = "",
+    absent: Sequence[Absent] = (),
+) -> str:
     """A page with the comparison, the traffic by label, and what a reader must know to trust them.
 
-    Its bytes depend on the rows only, not on their order. The first arm of `order` (else the one with the fewest
-    ranks) is the baseline of the ratios. Raises ValueError where there are no rows.
+    Its bytes depend on the arguments only, not on the order of the rows. Raises ValueError where there are no rows.
     """
-    found = lines(rows, order)
-    baseline = order[0] if order else found[0].arm
-    parts = [f"# {title}", _comparison(found, baseline), _caption(found)]
-    parts += ["\n".join(f"- {note}" for note in _notes(found, order or [], baseline))]
+    rows = list(rows)
+    page = comparison(rows, title, order, baseline, absent)
+    parts = [f"# {title}", _table(page.columns, page.text_columns), "  \n".join(page.facts)]
+    parts += ["\n".join(f"- {note}" for note in [*page.footnotes, *page.notes])]
     parts += ["## Traffic: MiB that a rank receives in one step", _traffic(wire_frame(rows, order))]
     return "\n\n".join(parts) + "\n"
 
 
-def _comparison(found: Sequence[Line], baseline: str) -> str:
+def comparison(
+    rows: Iterable[Row],
+    title: str,
+    order: Sequence[str] | None = None,
+    baseline: str = "",
+    absent: Sequence[Absent] = (),
+) -> Page:
+    """A line for each arm, in `order`, those without a row too. Ratios are over arm `baseline`, else over the first of
+    the order, else over the one with the fewest ranks. Raises ValueError where there are no rows."""
+    order, found = order or (), lines(rows, order)
+    baseline = baseline or (order[0] if order else found[0].arm)
+    columns = _columns(found, baseline)
+    footnotes = list(_footnotes(found, order, absent))
+    for number, (arm, _) in enumerate(footnotes, 1):
+        at = sum(_place(line.arm, order) <= _place(arm, order) for line in found)
+        for name, cells in columns.items():
+            cells.insert(at + number - 1, f"{arm} [{number}]" if name == "arm" else ABSENT)
+    told = [f"[{number}] {arm}: {why}." for number, (arm, why) in enumerate(footnotes, 1)]
+    return Page(title, columns, 3, _facts(found), _notes(found, order, absent, baseline), told)
+
+
+def _place(arm: str, order: Sequence[str]) -> int:
+    return order.index(arm) if arm in order else len(order)
+
+
+def _footnotes(found: Sequence[Line], order: Sequence[str], absent: Sequence[Absent]) -> Iterator[tuple[str, str]]:
+    """Arms without any row, in order, and why."""
+    there = {line.arm for line in found}
+    for arm in dict.fromkeys([*order, *(a.arm for a in absent)]):
+        if arm not in there:
+            runs = [a for a in absent if a.arm == arm]
+            reasons = dict.fromkeys(a.why for a in runs)
+            told = [why if len(reasons) == 1 else f"{_which(runs, why)} {why}" for why in reasons]
+            yield arm, "; ".join(told) or "there is no row"
+
+
+def _which(runs: Sequence[Absent], why: str) -> str:
+    return ", ".join(a.name for a in runs if a.why == why)
+
+
+def _columns(found: Sequence[Line], baseline: str) -> dict[str, list[str]]:
     times = [ratio(line, baseline, found) for line in found]
-    columns = {
+    return {
         "arm": [line.name for line in found],
         "kind": [str(line.kind) for line in found],
         "layout": [layout(line.rows[0]) for line in found],
         "ranks": [str(line.rows[0].hardware.ranks) for line in found],
-        "seeds": [str(len(line.rows)) for line in found],
+        "runs": [str(len(line.rows)) for line in found],
         "loss (nats)": _cells(found, lambda r: r.loss, _fixed, min),
-        **{f"of depth {k} (nats)": _depth_cells(found, k) for k in _depths(r for line in found for r in line.rows)},
+        **{f"of depth {k} (nats)": _depth_cells(found, k) for k in depths(r for line in found for r in line.rows)},
         "unigram entropy (nats)": _cells(found, lambda r: r.unigram_entropy, _fixed),
         "tokens/s": _cells(found, lambda r: r.tokens_per_s, number, max),
         f"over {baseline}": [ABSENT if t is None else f"{t:.2f}×" for t in times],
         "step (ms)": _cells(found, lambda r: r.step_ms, number, min),
         "IQR (ms)": _cells(found, lambda r: r.step_ms_iqr, number),
-        "peak (MiB)": _cells(found, lambda r: _peak_bytes(r) / MIB, number, min),
-        "received (MiB)": _cells(found, lambda r: _wire_bytes(r) / MIB, number, min),
+        "peak (MiB)": _cells(found, lambda r: peak_bytes(r) / MIB, number, min),
+        "received (MiB)": _cells(found, lambda r: wire_bytes(r) / MIB, number, min),
     }
-    return _table(columns, text_columns=3)
 
 
 def _cells(
@@ -110,7 +176,7 @@ def _cells(
     show: Callable[[float], str],
     best: Callable[[list[float]], float] | None = None,
 ) -> list[str]:
-    """Mean, and spread over seeds. Bold: the best of its kind and all that read the same, unless that is all."""
+    """Mean, and spread over runs. Bold: the best of its kind and all that read the same, unless that is all."""
     means = [line.mean(of) for line in found]
     cells = [show(m) for m in means]
     bold = set()
@@ -124,20 +190,19 @@ def _cells(
 
 
 def _depth_cells(found: Sequence[Line], depth: int) -> list[str]:
-    cells = _cells(found, lambda r: _loss_of_depth(r, depth), _fixed, min)
-    return [c if depth in _depths(line.rows) else ABSENT for c, line in zip(cells, found, strict=True)]
+    cells = _cells(found, lambda r: loss_of_depth(r, depth), _fixed, min)
+    return [c if depth in depths(line.rows) else ABSENT for c, line in zip(cells, found, strict=True)]
 
 
-def _caption(found: Sequence[Line]) -> str:
+def _facts(found: Sequence[Line]) -> list[str]:
     facts: dict[str, Callable[[Row], str]] = {
-        "Hardware": lambda r: _hardware(r.hardware),
-        "Commit": _commit,
+        "Hardware": lambda r: hardware(r.hardware),
+        "Commit": commit,
         "Parameters": lambda r: _count(r.parameters),
         "Tokens trained on": lambda r: _count(r.tokens),
     }
     told = [f"{name}: {_by_value(found, of)}." for name, of in facts.items()]
-    told.append(f"Lines differ in: {', '.join(differences(found)) or 'nothing but the seed'}.")
-    return "  \n".join(told)
+    return [*told, f"Lines differ in: {', '.join(differences(found)) or 'nothing but the seed'}."]
 
 
 def _by_value(found: Sequence[Line], of: Callable[[Row], str]) -> str:
@@ -149,13 +214,15 @@ def _by_value(found: Sequence[Line], of: Callable[[Row], str]) -> str:
     return "; ".join(v if len(names) == 1 else f"{v} ({', '.join(n)})" for v, n in names.items())
 
 
-def _notes(found: Sequence[Line], wanted: Sequence[str], baseline: str) -> list[str]:
+def _notes(found: Sequence[Line], order: Sequence[str], absent: Sequence[Absent], baseline: str) -> list[str]:
     by_arm: dict[str, list[Line]] = {}
     for line in found:
         by_arm.setdefault(line.arm, []).append(line)
     notes = list(DEFINITIONS)
     if any(len(line.rows) > 1 for line in found):
-        notes.append("Means over the seeds; ±: their sample standard deviation, where it is not 0.")
+        notes.append(
+            "Means over the runs, seeds and repetitions; ±: their sample standard deviation, where it is not 0."
+        )
     if any(ratio(line, baseline, found) is None for line in found):
         notes.append(f"No ratio where {baseline} has no single line of the same kind and device.")
     notes += [
@@ -163,8 +230,8 @@ def _notes(found: Sequence[Line], wanted: Sequence[str], baseline: str) -> list[
         for same in by_arm.values()
         if len(same) > 1
     ]
-    notes += [f"{arm}: wanted, but there is no row." for arm in wanted if arm not in by_arm]
-    if others := [arm for arm in by_arm if wanted and arm not in wanted]:
+    notes += [f"{a.arm}: without {a.name}, {a.why}." for a in absent if a.arm in by_arm]
+    if others := [arm for arm in by_arm if order and arm not in order]:
         notes.append(f"{', '.join(others)}: has rows, but is no arm of this ablation.")
     skipped = {line.name: sum(r.skipped_steps for r in line.rows) for line in found}
     notes += [f"{name}: {n} steps skipped." for name, n in skipped.items() if n]
@@ -187,47 +254,10 @@ def _table(columns: dict[str, list[str]], text_columns: int) -> str:
     return str(pd.DataFrame(columns).to_markdown(index=False, colalign=align, disable_numparse=True))
 
 
-def _axes(rows: Iterable[Row]) -> list[str]:
-    """Axes with traffic in any of the rows, in the order of the config."""
-    used = {axis for r in rows for axis in r.comm_bytes}
-    return [a for a in AXIS_SECTIONS if a in used] + sorted(used - set(AXIS_SECTIONS))
-
-
-def _depths(rows: Iterable[Row]) -> range:
-    """Depths of multi-token prediction that any of the rows has."""
-    return range(1, max(len(r.mtp_losses) for r in rows) + 1)
-
-
-def _loss_of_depth(row: Row, depth: int) -> float:
-    """Of the last step; NaN where the row has no such depth."""
-    return row.mtp_losses[depth - 1][-1] if depth <= len(row.mtp_losses) else math.nan
-
-
 def _label_bytes(line: Line, axis: str, label: str) -> float:
     if not any(label in r.comm_bytes.get(axis, {}) for r in line.rows):
         return math.nan
     return line.mean(lambda r: r.comm_bytes.get(axis, {}).get(label, 0.0))
-
-
-def _peak_bytes(row: Row) -> int:
-    return sum(row.peak_bytes.values())
-
-
-def _wire_bytes(row: Row) -> float:
-    return sum(sum(labels.values()) for labels in row.comm_bytes.values())
-
-
-def _hardware(h: Hardware) -> str:
-    nodes, threads = _several(h.nodes, "node"), _several(h.threads, "thread")
-    return f"{h.device}, {nodes}, {threads} a rank, torch {h.torch}, Python {h.python}"
-
-
-def _several(n: int, noun: str) -> str:
-    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
-
-
-def _commit(row: Row) -> str:
-    return (row.commit or "no checkout") + (" with local changes" if row.dirty else "")
 
 
 def _fixed(x: float) -> str:

@@ -56,6 +56,7 @@ class Sums(NamedTuple):
     totals: Tensor  # (2 + depths,) cross-entropy per counted token, auxiliary loss, cross-entropy of each depth
     counted: int  # tokens with a target
     by_microbatch: Tensor  # (M, 2 + depths), whose sums are the totals
+    asked: Tensor  # (1,) how many ranks were asked to end the run; (0,) where nobody would be
 
 
 class Trainer:
@@ -74,6 +75,8 @@ class Trainer:
             mesh.way(*way)
         self.skipped_in_a_row = 0
         self.loads: dict[str, Tensor] = {}  # of the last step, by MoE layer: chosen and dropped (2, E)
+        self.asked: Callable[[], bool] | None = None  # whether this rank was asked to end the run; None: nobody will be
+        self.stopping = False  # whether any rank was, by the last step: the same on all of them
 
     def backward(self, microbatches: Sequence[Batch]) -> Sums:
         """Forward and backward of one step's global microbatches."""
@@ -85,8 +88,12 @@ class Trainer:
         mine = [self._mine(b) for b in microbatches]
         losses = self.execute(self.program, self.built, mine.__getitem__, weigh, self.storage)
         self.mesh.ledger.phase = "optimizer"
-        comm.all_reduce_(losses, self.world, "loss")
-        return Sums(losses.sum(0), counted, losses)
+        told = losses.flatten()
+        if self.asked is not None:  # it travels with the losses: no collective and no host sync of its own
+            told = torch.cat([told, told.new_full((1,), self.asked())])
+        comm.all_reduce_(told, self.world, "loss")
+        losses = told[: losses.numel()].view_as(losses)
+        return Sums(losses.sum(0), counted, losses, told[losses.numel() :])
 
     def evaluate(self, held_out: HeldOut) -> float:
         """Cross-entropy per counted token of the held-out text, nats, the same on every rank; no auxiliary losses. It
@@ -106,21 +113,22 @@ class Trainer:
         return self.read(index, sums, self.queue(index, sums))
 
     def queue(self, index: int, sums: Sums) -> Tensor:
-        """Queue the optimizer's work. Returns (3 + depths,): `sums.totals`, gradient norm. A step whose numbers are not
-        finite, or without any counted token, changes no weight; both are known to all ranks."""
+        """Queue the optimizer's work. Returns (3 + depths,) `sums.totals` and the gradient norm, and `sums.asked`. A
+        step whose numbers are not finite, or without any counted token, changes no weight; all ranks know both."""
         with record_function("optimizer"):
             norm = self.storage.norm()
             numbers = torch.cat([sums.totals, norm[None]])
             good = numbers.isfinite().all() & (sums.counted > 0)
             self.storage.step(learning_rate(self.config.train, index), norm, good)
             self.loads = move_biases(self.built, good)
-        return numbers
+        return torch.cat([numbers, sums.asked])
 
     def read(self, index: int, sums: Sums, numbers: Tensor) -> tuple[list[float], bool]:
         """The numbers of a queued step, and whether it was made: the one host sync of a step. Raises
         FloatingPointError on every rank where the numbers are not finite and `train.nonfinite` says stop, or where as
         many steps in a row were skipped that training has ended by itself."""
-        values = numbers.tolist()
+        known, count = numbers.tolist(), len(sums.totals) + 1
+        values, self.stopping = known[:count], any(known[count:])
         finite = all(math.isfinite(v) for v in values)
         made = finite and sums.counted > 0
         self.skipped_in_a_row = 0 if made else self.skipped_in_a_row + 1

@@ -1,14 +1,17 @@
 """One run on one rank, from text to row."""
 
+from collections.abc import Callable
 from datetime import UTC, datetime
 
 import torch
 
 from research import comm, record
+from research.attempts import Progress, tell
 from research.config import ConfigError, Problem, RunConfig
 from research.data.batches import GlobalBatches, HeldOut
 from research.data.packing import Packed, held_out
 from research.data.tokens import Corpus, open_tokens
+from research.launch.preemption import asked_to_end
 from research.launch.process import Place
 from research.launch.watchdog import watched
 from research.mesh import Mesh
@@ -17,11 +20,17 @@ from research.settings import flat, to_mapping
 from research.train.checkpoint.saving import Checkpoints
 from research.train.loop import Step, Trainer, train
 from research.train.metrics import Version, code_version, make_row
-from research.train.watch import boarded, shown, traced
+from research.train.watch import boarded, shown, told, traced
 
 
-def run(config: RunConfig, place: Place, device: torch.device) -> Row:
-    """Train, and write the row (rank 0 writes, every rank returns it)."""
+def run(config: RunConfig, place: Place, device: torch.device) -> Row | None:
+    """Train, and write the row (rank 0 writes, every rank returns it). None: a notice came to one of the ranks, so that
+    all of them saved and ended after the same step."""
+    with asked_to_end(heeds=config.checkpoint.every > 0) as asked:
+        return _run(config, place, device, asked)
+
+
+def _run(config: RunConfig, place: Place, device: torch.device, asked: Callable[[], bool]) -> Row | None:
     started, version = datetime.now(UTC), code_version() if place.rank == 0 else Version("", False)
     corpus = open_tokens(config.data)
     batches = global_batches(config, corpus)
@@ -32,12 +41,17 @@ def run(config: RunConfig, place: Place, device: torch.device) -> Row:
         trainer = Trainer(config, mesh, device)
         checkpoints = Checkpoints(trainer, corpus.digest)
         first = checkpoints.first
-        steps = checkpoints.saving(train(trainer, batches.microbatches_of, validation, first))
+        trainer.asked = asked if config.checkpoint.every else None
+        steps = checkpoints.saving(train(trainer, batches.microbatches_of, validation, first), lambda: trainer.stopping)
         if place.rank == 0:
-            steps = shown(boarded(traced(steps, config, first), config, first), config, first)
+            steps = shown(boarded(traced(told(steps, config), config, first), config, first), config, first)
         done: list[Step] = list(steps)
         checkpoints.wait()
-        following = batches.microbatches_of(first + len(done))
+        if (made := first + len(done)) < config.train.steps:
+            if place.rank == 0:
+                tell(Progress(made, config.train.steps, done[-1].loss, saved=True), config)
+            return None
+        following = batches.microbatches_of(made)
         row = make_row(trainer, place, done, following, corpus, validation, started, version, checkpoints)
     if place.rank == 0:
         record.write(row, config.record.folder)

@@ -1,4 +1,5 @@
-"""Ways to watch a run, each a generator that passes the steps on: a progress bar, TensorBoard, a trace."""
+"""Ways to watch a run, each a generator that passes the steps on: a progress bar, the table of a sweep, TensorBoard, a
+trace."""
 
 import shutil
 import time
@@ -9,13 +10,15 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from research import attempts
 from research.config import RunConfig
-from research.record import run_id
+from research.record import run_id, tensorboard_folder
 from research.settings import flat, to_mapping
 from research.train.loop import Step
 from research.train.optim import learning_rate, max_violation
 
 EVERY_S = 10.0  # between two lines where there is no terminal
+TELL_S = 1.0  # between two words to a sweep that watches
 
 
 def shown(steps: Iterable[Step], config: RunConfig, first: int = 0) -> Iterator[Step]:
@@ -38,6 +41,17 @@ def shown(steps: Iterable[Step], config: RunConfig, first: int = 0) -> Iterator[
             yield step
 
 
+def told(steps: Iterable[Step], config: RunConfig) -> Iterator[Step]:
+    """Step, loss and tokens/s, now and then, to a sweep that watches."""
+    said = -TELL_S
+    for step in steps:
+        if time.monotonic() - said > TELL_S:
+            said = time.monotonic()
+            how = attempts.Progress(step.index + 1, config.train.steps, step.loss, step.tokens / step.ms * 1e3)
+            attempts.tell(how, config)
+        yield step
+
+
 def boarded(steps: Iterable[Step], config: RunConfig, first: int = 0) -> Iterator[Step]:
     """TensorBoard, where `record.tensorboard`: scalars of each step; at the end all keys with the last loss as
     hyper-parameters, so that runs can be sorted and compared by them."""
@@ -46,7 +60,7 @@ def boarded(steps: Iterable[Step], config: RunConfig, first: int = 0) -> Iterato
         return
     from torch.utils.tensorboard import SummaryWriter  # a second of imports that other runs need not pay
 
-    folder, last = Path(config.record.folder) / "tensorboard" / run_id(config), None
+    folder, last = tensorboard_folder(config), None
     if not first:
         shutil.rmtree(folder, ignore_errors=True)  # of an earlier run, whose row is replaced as well
     with SummaryWriter(folder, purge_step=first or None) as writer:

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from experiments.command import CHECKS
-from research.ablation import Ablation, missing, read, runs
+from research.ablation import Ablation, matching, plan, read
 from research.config import ConfigError
-from research.record import row_path, run_id
+from research.record import run_id
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,15 +20,15 @@ def test_a_good_file(ablation) -> None:
     path = ablation(seeds=[0, 2])
     base = ROOT / "experiments" / "configs" / "tiny.yaml"
     arms = {"one": (), "two": ("train.global_batch=8",)}
-    assert read(path) == Ablation("axes", "Does it work?", "It does.", base, (0, 2), arms)
-    found = runs(read(path), ["train.steps=7"], CHECKS)
+    assert read(path) == Ablation("axes", "Does it work?", "It does.", base, (0, 2), arms, 1, "one")
+    found = plan(read(path), ["train.steps=7"], CHECKS).runs
     labels = [(c.record.ablation, c.record.arm, c.train.seed, c.train.global_batch, c.train.steps) for c in found]
     assert labels == [("axes", arm, seed, batch, 7) for arm, batch in (("one", 16), ("two", 8)) for seed in (0, 2)]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "experiments" / "ablations").glob("*.yaml")), ids=lambda p: p.stem)
 def test_the_ablations_of_the_project(path: Path) -> None:
-    found = runs(read(path), (), CHECKS)
+    found = plan(read(path), (), CHECKS).runs
     assert len({run_id(c) for c in found}) == len(found) > 1
 
 
@@ -83,7 +83,7 @@ def test_a_file_that_cannot_be_read_is_one_problem(tmp_path: Path, text: str | N
 def test_the_problems_of_all_arms_are_told_together(ablation) -> None:
     arms = {"one": ["model.dmi=3"], "good": [], "two": ["+x=1", "model.kv_heads=3"], "three": ["model.dim=[1]"]}
     with pytest.raises(ConfigError) as caught:
-        runs(read(ablation(arms=arms, seeds=[0, 1])), ["train.lr=abc"], CHECKS)
+        plan(read(ablation(arms=arms, seeds=[0, 1])), ["train.lr=abc"], CHECKS)
     assert [line.partition(";")[0] for line in told(caught)] == [
         "arm one: train.lr=abc is not a number",
         "arm one: model.dmi=3 is not a key, did you mean model.dim?",
@@ -99,7 +99,7 @@ def test_the_problems_of_all_arms_are_told_together(ablation) -> None:
 def test_a_base_that_is_wrong_is_told_once_for_each_arm(ablation, tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text("model: [1]")
     with pytest.raises(ConfigError) as caught:
-        runs(read(ablation(base="base.yaml", seeds=[0, 1])))
+        plan(read(ablation(base="base.yaml", seeds=[0, 1])))
     assert [line.partition(";")[0] for line in told(caught)] == [
         f"arm {arm}: model=[1] is a section, not a key" for arm in ("one", "two")
     ]
@@ -107,7 +107,7 @@ def test_a_base_that_is_wrong_is_told_once_for_each_arm(ablation, tmp_path: Path
 
 def test_a_base_that_is_missing_is_told(ablation) -> None:
     with pytest.raises(ConfigError) as caught:
-        runs(read(ablation(base="../nowhere.yaml")))
+        plan(read(ablation(base="../nowhere.yaml")))
     assert all("nowhere.yaml does not exist" in line for line in told(caught))
 
 
@@ -116,21 +116,95 @@ def test_a_base_that_is_missing_is_told(ablation) -> None:
 def test_what_the_ablation_sets_is_not_for_others(ablation, word: str, by: str) -> None:
     path = ablation(arms={"one": [word] if by == "arm" else []})
     with pytest.raises(ConfigError) as caught:
-        runs(read(path), [word] if by == "command line" else [])
+        plan(read(path), [word] if by == "command line" else [])
     assert told(caught) == [f"arm one: {word} is for the ablation to set"]
 
 
 @pytest.mark.parametrize("name", ["1", "1e-4", "off", "null", "2024-01-01", "tp=2, dp=4", "a #b"])
 def test_arms_and_ablations_keep_names_that_look_like_something_else(ablation, name: str) -> None:
-    (config,) = runs(read(ablation(name="123", arms={name: []})))
+    (config,) = plan(read(ablation(name="123", arms={name: []}))).runs
     assert (config.record.ablation, config.record.arm) == ("123", name)
 
 
-def test_missing_are_those_without_a_row(ablation, tmp_path: Path) -> None:
-    found = runs(read(ablation(seeds=[0, 1])), [f"record.folder={tmp_path}"])
-    path = row_path(tmp_path, run_id(found[2]))
-    path.parent.mkdir()
-    path.touch()
-    assert list(missing(found)) == [found[0], found[1], found[3]]
-    changed = runs(read(ablation(seeds=[0, 1])), [f"record.folder={tmp_path}", "train.lr=0.5"])
-    assert list(missing(changed)) == changed
+def test_repetitions_are_runs_of_their_own(ablation) -> None:
+    found = plan(read(ablation(seeds=[0, 1], repeats=2, arms={"one": []}))).runs
+    assert [(c.train.seed, c.record.repeat) for c in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert len({run_id(c) for c in found}) == 4
+
+
+PRODUCT = {"dp.degree": [1, 2], "model": {"moe": [], "dense": ["model.experts=0", "train.lr=0.1"]}}
+
+
+def test_a_product_is_every_combination_but_what_is_excluded(ablation) -> None:
+    found = read(ablation(product=PRODUCT, exclude=[{"dp.degree": 2, "model": "dense"}], baseline="dp.degree=1+moe"))
+    dense = ("dp.degree=1", "model.experts=0", "train.lr=0.1")
+    assert found.arms == {
+        "one": (),
+        "two": ("train.global_batch=8",),
+        "dp.degree=1+moe": ("dp.degree=1",),
+        "dp.degree=1+dense": dense,
+        "dp.degree=2+moe": ("dp.degree=2",),
+    }
+    assert found.baseline == "dp.degree=1+moe"
+    alone = read(ablation(product=PRODUCT, arms=None, exclude=[{"dp.degree": [1, 2], "model": ["dense"]}]))
+    assert list(alone.arms) == ["dp.degree=1+moe", "dp.degree=2+moe"] and alone.baseline == "dp.degree=1+moe"
+    assert len(plan(alone, (), CHECKS).runs) == 2
+
+
+@pytest.mark.parametrize(
+    ("entries", "problem"),
+    [
+        ({"arms": None}, "arms is missing; legal: arms, product, or both"),
+        ({"product": []}, "product=[] is not a mapping of factors"),
+        ({"product": {}}, "product={} is not a mapping of factors"),
+        ({"product": {"dp.degree": 2}}, "product.dp.degree=2 is not values of a key, or levels with their words"),
+        ({"product": {"dp.degree": []}}, "product.dp.degree=[] is not values of a key, or levels with their words"),
+        ({"product": {"model": {"moe": 3}}}, "product.model.moe=3 is not a list of words"),
+        ({"product": PRODUCT, "exclude": {"model": "moe"}}, "exclude={'model': 'moe'} is not a list of combinations"),
+        ({"product": PRODUCT, "exclude": [{"tp": 2}]}, "exclude.tp is no factor; legal: dp.degree, model"),
+        ({"product": PRODUCT, "exclude": [{"dp.degree": 4}]}, "exclude={'dp.degree': 4} excludes nothing"),
+        ({"product": PRODUCT, "exclude": [{"dp.degree": [1, 2]}]}, "exclude=[{'dp.degree': [1, 2]}] leaves no arm"),
+        ({"product": {"x": {"one": []}}}, "product: one is the name of an arm as well"),
+        ({"repeats": 0}, "repeats=0 is not a number of repetitions"),
+        ({"repeats": True}, "repeats=true is not a number of repetitions"),
+        ({"baseline": "three"}, "baseline=three is no arm; legal: one, two"),
+        ({"impossible": "one"}, "impossible=one is not a list of arms"),
+        ({"impossible": ["tp*"]}, "impossible=tp* is no arm; legal: one, two"),
+    ],
+)
+def test_a_product_or_a_label_that_does_not_fit_is_told(ablation, entries: dict[str, object], problem: str) -> None:
+    path = ablation(**entries)
+    with pytest.raises(ConfigError) as caught:
+        read(path)
+    (line,) = told(caught)
+    assert line.startswith(f"{path}: {problem}")
+
+
+def test_arms_that_are_expected_to_be_impossible_come_with_the_reason(ablation) -> None:
+    arms = {"one": [], "tp3": ["tp.degree=3"], "dp0": ["dp.degree=0"]}
+    found = plan(read(ablation(arms=arms, impossible=["tp*", "dp0"])), (), CHECKS)
+    assert [c.record.arm for c in found.runs] == ["one"]
+    assert list(found.impossible) == ["tp3", "dp0"]
+    assert found.impossible["tp3"].startswith("tp.degree=3 must divide model.heads=8; ")
+    assert "legal" not in found.impossible["tp3"] and "dp.degree=0" in found.impossible["dp0"]
+
+
+def test_an_arm_that_should_be_impossible_and_is_not_is_told(ablation) -> None:
+    arms = {"one": [], "two": ["tp.degree=2"], "three": ["tp.degree=3"]}
+    with pytest.raises(ConfigError) as caught:
+        plan(read(ablation(arms=arms, impossible=["two"])), (), CHECKS)
+    first, *others = told(caught)
+    assert first == "arm two is marked as impossible, but nothing is wrong with it"
+    assert others and all(line.startswith("arm three: tp.degree=3 must divide") for line in others)
+
+
+def test_an_arm_with_checkpoints_goes_on_from_them(ablation, tmp_path: Path) -> None:
+    arms = {"one": [], "saves": ["checkpoint.every=2"], "elsewhere": ["checkpoint.every=2", "checkpoint.resume=latest"]}
+    found = plan(read(ablation(arms=arms)))
+    assert [c.checkpoint.resume for c in found.runs] == ["", "auto", "latest"]
+
+
+def test_arms_are_named_by_patterns() -> None:
+    arms = dict.fromkeys(["dp2", "tp2", "tp4", "a[1]"])
+    assert matching(arms, ["tp*"]) == ["tp2", "tp4"] and matching(arms, ["a[1]"]) == ["a[1]"]
+    assert matching(arms, ["*2", "tp2"]) == ["dp2", "tp2"] and matching(arms, ["TP2"]) == []

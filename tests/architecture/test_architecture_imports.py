@@ -37,13 +37,15 @@ MAY_IMPORT = {
     # It counts the parameters of a model in its layout.
     "research.parallel.dp.cost": "build built config mesh models parallel.dp.shards",
     "research.launch": "config ledger launch",
-    "research.ablation": "config settings record",
+    "research.ablation": "config settings",
+    "research.attempts": "config settings files record",
+    "research.sweep": "ablation attempts config mesh record sweep",
     "research.train.action": "",
-    "research.train": "config settings files ledger mesh comm record data models parallel.axis built build launch "
-    "train",
+    "research.train": "attempts config settings files ledger mesh comm record data models parallel.axis built build "
+    "launch train",
     "research.generate": "build built comm config data generate launch mesh models parallel.axis train.action "
     "train.handover train.checkpoint weights",
-    "research.report": "config settings files record report",
+    "research.report": "ablation attempts config settings files record report",
     "research.report.dry": "config data launch.process mesh train.loop train.memory train.optim train.run",
     "research.report.topology": "launch.process mesh report.figures",
     "research.report.trace": "build built config data launch.process mesh models parallel.axis train.loop train.run",

@@ -11,9 +11,10 @@ from research import record
 from research.config import ConfigError, replace
 from research.launch.local import start
 from research.mesh import Mesh, total_ranks
+from research.record import row_path
 from research.train import loop
 from research.train.checkpoint import state as state_module
-from research.train.checkpoint.choice import folder_of
+from research.train.checkpoint.choice import folder_of, reopen
 from research.train.checkpoint.index import newest, read_index, step_folder
 from research.train.checkpoint.saving import Checkpoints
 from research.train.checkpoint.whole import StoredWeights, read_tensor
@@ -277,6 +278,18 @@ def test_what_a_config_cannot_start_from(configure, tmp_path):
     done = f"train.steps=2 are made already in {last}; legal: more than 2"
     assert told(resume="auto", **{"train.steps": 2}) == [done]
     assert one(replace(config, {"checkpoint.resume": "auto"}))[1].first == 2
+
+
+def test_a_run_that_lost_nothing_but_its_row_makes_its_last_steps_again(configure, trained, tmp_path):
+    words = ("checkpoint.every=4", "checkpoint.resume=auto")
+    config, whole = configure(*words), trained(*words)
+    reopen(config)  # there is the row: nothing happens
+    row_path(tmp_path, whole.run_id).unlink()
+    with pytest.raises(ConfigError, match="are made already"):
+        trained(*words)
+    reopen(config)
+    again = trained(*words)
+    assert (again.resumed_step, again.losses) == (4, whole.losses)
 
 
 @pytest.mark.parametrize("steps", [5, 9])

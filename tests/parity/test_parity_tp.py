@@ -30,6 +30,8 @@ GRID = [
     "tp.degree=4 tp.overlap=3 tp.sequence=false train.recompute=full",
     "tp.degree=2 model.experts=0 model.kv_heads=8",
     "tp.degree=2 tp.overlap=2 train.recompute=selective model.qk_norm=head",
+    "tp.degree=2 dp.degree=2 dp.zero=3 model.ffn=50 model.vocab=247 model.qkv_bias=true train.recompute=selective",
+    "tp.degree=2 pp.degree=2 pp.schedule=zb_h1 train.microbatches=4 train.recompute=selective",
     "tp.degree=4 tp.sequence=false train.recompute=selective model.norm=sandwich",
     f"tp.degree=2 tp.keep_gathered=true train.recompute=selective {MLA} model.q_latent=24 model.mtp_depth=1",
     "tp.degree=4 model.vocab=257 model.tied=true",  # 65 rows each, three of them padding

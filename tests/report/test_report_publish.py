@@ -49,7 +49,7 @@ def test_command_takes_arms_and_baseline_from_the_ablation(folder, capsys, tmp_p
     (tmp_path / "axes.yaml").write_text(head + "  dp4: []\n  one: []\n  tp2: []\n  dp2: []\n")
     assert tables.main([str(folder), "axes"]) == 0
     out = capsys.readouterr().out
-    assert "over dp4" in out and "tp2: wanted, but there is no row." in out
+    assert "over dp4" in out and "[1] tp2: has not run." in out
     assert "# runs" not in out
     assert out.index("| dp4 ") < out.index("| one ") < out.index("| dp2 ")
 

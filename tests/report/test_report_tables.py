@@ -7,10 +7,18 @@ import math
 import pytest
 
 from research.record import Row
+from research.report.absent import Absent
+from research.report.latex import latex
 from research.report.lines import arm_of, layout, lines, ratio
-from research.report.tables import frame, markdown, wire_frame
+from research.report.tables import comparison, frame, markdown, wire_frame
 
 ORDER = ["one", "dp2", "dp4"]
+ABSENT = [
+    Absent("tp3", None, 0, "impossible", "tp.degree=3 must divide model.heads=8"),
+    Absent("two", 0, 0, "failed", "ValueError: x", "exit code 1"),
+    Absent("two", 1, 0, "pending"),
+    Absent("dp4", 1, 1, "timed out", "", "ran past its limit of 5 min, killed by SIGTERM"),
+]
 
 
 def cells(page: str, name: str) -> dict[str, str]:
@@ -67,12 +75,57 @@ def test_best_is_bold_and_equals_are_not(rows):
     assert all("*" not in cells(page, arm)["loss (nats)"] for arm in ORDER)  # equal to what is shown
 
 
-def test_wanted_arms_without_a_row_are_named(rows):
-    page = markdown(rows, "axes", [*ORDER, "dp8", "tp2"])
-    missing = [n for n in notes(page) if "no row" in n]
-    assert missing == ["dp8: wanted, but there is no row.", "tp2: wanted, but there is no row."]
-    assert not any("no row" in n for n in notes(markdown(rows, "axes", ORDER)))
+def test_arms_without_a_row_have_a_line_and_a_footnote(rows):
+    page = markdown(rows, "axes", ["one", "tp3", "dp2", "two", "dp4", "dp8"], absent=ABSENT)
+    arms = [t.strip("|").split("|")[0].strip() for t in page.partition("## Traffic")[0].splitlines() if t[:1] == "|"]
+    assert arms[2:] == ["one", "tp3 [1]", "dp2", "two [2]", "dp4", "dp8 [3]"]
+    assert set(cells(page, "tp3 [1]").values()) == {"tp3 [1]", "–"}
+    assert notes(page)[:3] == [
+        "[1] tp3: impossible: tp.degree=3 must divide model.heads=8.",
+        "[2] two: seed 0 failed: ValueError: x (exit code 1); seed 1 has not run.",
+        "[3] dp8: there is no row.",
+    ]
+    late = "dp4: without seed 1, repetition 2, timed out (ran past its limit of 5 min, killed by SIGTERM)."
+    assert late in notes(page)
+    assert not any("no row" in n or "without" in n for n in notes(markdown(rows, "axes", ORDER)))
     assert "dp4: has rows, but is no arm of this ablation." in notes(markdown(rows, "axes", ["one", "dp2"]))
+
+
+def test_data_has_a_line_for_each_run_without_a_row(rows):
+    table = frame(rows, ORDER, ABSENT)
+    assert [len(table), list(table["state"])] == [7, ["done"] * 3 + ["impossible", "failed", "pending", "timed out"]]
+    failed = table.iloc[4]
+    assert (failed["arm"], failed["error"], failed["evidence"]) == ("two", "ValueError: x", "exit code 1")
+    assert math.isnan(failed["loss"]) and table["ranks"].tolist()[:3] == [1, 2, 4]
+    assert "1,0,0,done" in frame(rows, ORDER, ABSENT).to_csv(index=False).replace("axes,one", "1")  # no 0.0
+
+
+def test_a_baseline_need_not_be_the_first_arm(rows):
+    page = markdown(rows, "axes", ORDER, baseline="dp2")
+    assert cells(page, "one")["over dp2"] == "0.55×"
+
+
+def test_repetitions_are_averaged_with_seeds(make_row):
+    config = {"dp": {"degree": 1}, "record": {"arm": "one", "repeat": 1}, "train": {"steps": 30, "seed": 0}}
+    again = make_row("one", run_id="r1", tokens_per_s=1200.0, config=config)
+    page = markdown([make_row("one"), again], "axes")
+    assert cells(page, "one")["tokens/s"] == "1,100 ± 141" and cells(page, "one")["runs"] == "2"
+    assert frame([make_row("one"), again])["repeat"].tolist() == [0, 1]
+
+
+def test_latex_says_the_same(rows):
+    odd = dataclasses.replace(rows[1], hardware=dataclasses.replace(rows[1].hardware, device="A_1 & 50% #$^~{x}\\"))
+    text = latex(comparison([rows[0], odd, rows[2]], "my axes", [*ORDER, "tp3"], absent=ABSENT))
+    body = text.partition("\\midrule\n")[2].partition("\\bottomrule")[0].splitlines()
+    assert len(body) == 5 and all(line.endswith(" \\\\") and line.count(" & ") == 12 for line in body)
+    assert body[2].startswith("dp4 & measured & dp4 & 4 & 1 & 2.5799") and "\\textbf{2,500} & 2.50$\\times$" in body[2]
+    assert body[3].startswith("tp3 {[}1{]} & -- & --")
+    assert "{[}1{]} tp3: impossible: tp.degree=3 must divide model.heads=8.\\par" in text
+    assert "A\\_1 \\& 50\\% \\#\\$\\textasciicircum{}\\textasciitilde{}\\{x\\}\\textbackslash{}" in text
+    assert "\\label{tab:my-axes}" in text and text.count("\\begin{") == text.count("\\end{") == 3
+    bare = text.replace("\\{", "").replace("\\}", "")
+    assert bare.count("{") == bare.count("}")
+    assert not [c for c in "±×–" if c in text]
 
 
 def test_without_its_baseline_a_table_has_no_ratios(rows):
@@ -86,7 +139,7 @@ def test_seeds_are_averaged_with_their_spread(rows, make_row):
     seeds = [make_row("one", seed=s, noise=0.1 * s, tokens_per_s=rate) for s, rate in rates.items()]
     page = markdown([*seeds, *rows[1:]], "axes", ORDER)
     line = cells(page, "one")
-    assert line["seeds"] == "3"
+    assert line["runs"] == "3"
     assert line["tokens/s"] == "1,100 ± 100"
     assert line["loss (nats)"] == f"{seeds[1].loss:.4f} ± 0.1000"
     assert line["step (ms)"] == "250"  # the same in all three
@@ -107,7 +160,7 @@ def test_kinds_are_marked_and_never_compared(rows, make_row):
 def test_rows_of_one_arm_with_other_configs_are_not_averaged(rows, make_row):
     longer = make_row("dp2", dp=2, seed=1, steps=60)
     page = markdown([*rows, longer], "axes", ORDER)
-    assert cells(page, "dp2 (1)")["seeds"] == cells(page, "dp2 (2)")["seeds"] == "1"
+    assert cells(page, "dp2 (1)")["runs"] == cells(page, "dp2 (2)")["runs"] == "1"
     assert "dp2 (1), dp2 (2): lines of one arm that differ in train.steps." in notes(page)
 
 

@@ -1,6 +1,7 @@
 """train.sbatch without Slurm: `srun` and `scontrol` are stand-ins that tell what they were given."""
 
 import os
+import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -41,11 +42,12 @@ def submit(tmp_path):
         Path(tmp_path, name).chmod(0o755)
     (tmp_path / "slurm").mkdir()
     (tmp_path / "slurm" / "env.sh").touch()
+    shutil.copy(ROOT / "slurm" / "job.sh", tmp_path / "slurm")
 
-    def run(words=WORDS, folder=tmp_path, **changes):
+    def run(words=WORDS, folder=tmp_path, script=SCRIPT, **changes):
         path = f"{tmp_path}:{os.environ['PATH']}"
         environment = {k: v for k, v in ({"PATH": path} | JOB | changes).items() if v is not None}
-        command = ["bash", str(SCRIPT), *words]
+        command = ["bash", str(script), *words]
         return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=20)
 
     return run
@@ -58,7 +60,7 @@ def words_and_environment(job):
     return words, dict(w.split("=", 1) for w in lines if not w.startswith("word ") and "=" in w)
 
 
-@pytest.mark.parametrize("name", ["train.sbatch", "env.sh"])
+@pytest.mark.parametrize("name", ["train.sbatch", "ablate.sbatch", "job.sh", "env.sh"])
 def test_syntax(name):
     subprocess.run(["bash", "-n", str(ROOT / "slurm" / name)], check=True)
 
@@ -148,6 +150,55 @@ def test_only_from_the_root_of_the_repository(submit):
 @pytest.mark.parametrize("status", [1, 2, 137])
 def test_the_job_ends_as_the_ranks_ended(submit, status):
     assert submit(SRUN_STATUS=str(status)).returncode == status
+
+
+ARRAY = ROOT / "slurm" / "ablate.sbatch"
+ELEMENT = {"SLURM_ARRAY_JOB_ID": "4700", "SLURM_ARRAY_TASK_ID": "1"}
+RUNS = ("srun", "results/attempts/a b", "results/attempts/axes-two (1)")
+
+
+def element(submit, tmp_path, words=RUNS, **changes):
+    """`python` is a stand-in too: it stands for experiments.arm."""
+    (tmp_path / "python").write_text('#!/bin/bash\nprintf "word %s\\n" "$@"; env\n')
+    (tmp_path / "python").chmod(0o755)
+    return submit(words, script=ARRAY, **(ELEMENT | changes))
+
+
+def test_an_element_keeps_the_run_of_its_index(submit, tmp_path):
+    words, environment = words_and_environment(element(submit, tmp_path))
+    assert words[:4] == ["-m", "experiments.arm", RUNS[2], "srun"]
+    assert words[-4:] == ["python", "-m", "experiments.run", f"{RUNS[2]}/attempt.json"]
+    assert environment["MASTER_ADDR"] == "node07" and environment["MASTER_PORT"] == "24711"
+    assert environment["CUDA_VISIBLE_DEVICES"] == ""  # what was not asked for is not taken
+    words, environment = words_and_environment(element(submit, tmp_path, **GPUS))
+    assert environment["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+
+
+@pytest.mark.parametrize(
+    ("words", "changes", "text"),
+    [
+        (RUNS, {"SLURM_ARRAY_TASK_ID": None}, "is for an array: python -m experiments.ablate FILE --submit"),
+        (RUNS, {"SLURM_ARRAY_TASK_ID": "2"}, "no FOLDER for index 2"),
+        (("mpirun", *RUNS[1:]), {}, "launcher 'mpirun' is not known; give srun or torchrun"),
+        (RUNS, {"SLURM_GPUS_ON_NODE": "1"}, "4 tasks and 1 GPUs per node"),
+    ],
+)
+def test_an_element_that_cannot_be_is_refused(submit, tmp_path, words, changes, text):
+    job = element(submit, tmp_path, words, **changes)
+    assert job.returncode == 2 and text in job.stderr
+
+
+def test_torchrun_starts_the_ranks_of_each_node(submit, tmp_path):
+    words, environment = words_and_environment(submit(LAUNCHER="torchrun"))
+    program = words.index("python")
+    assert {"--ntasks=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1"} <= set(words[:program])
+    assert words[program : program + 5] == ["python", "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=4"]
+    assert "--rdzv-endpoint=node07:24711" in words and any("SIGUSR1" in w for w in words)
+    found = [WORDS[0], "launch.device=cpu", "launch.threads=3", *WORDS[1:]]
+    assert words[-len(found) - 2 :] == ["-m", "experiments.run", *found]
+    assert environment["SRUN_CPUS_PER_TASK"] == "12"  # those of the four ranks that it starts
+    in_array, _ = words_and_environment(element(submit, tmp_path, ("torchrun", *RUNS[1:])))
+    assert "torch.distributed.run" in in_array and in_array[-1] == f"{RUNS[2]}/attempt.json"
 
 
 def test_env_serves_any_shell(submit):

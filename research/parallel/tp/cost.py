@@ -14,8 +14,8 @@ ELEMENT = {"bfloat16": (2, 4), "float32": (4, 4), "float64": (8, 8)}  # bytes of
 
 
 def traffic(config: RunConfig) -> Bytes:
-    """Bytes that one rank receives along tp in one training step, without the sums of gradients: those belong to the
-    storage of parameters, along whichever axes copies lie."""
+    """Bytes that one rank receives along tp in one training step of a model that is whole on a stage (pp.degree=1),
+    without the sums of gradients: those belong to the storage of parameters, along whichever axes copies lie."""
     received: defaultdict[str, Fraction] = defaultdict(Fraction)
     if config.tp.degree > 1:
         for label, n in _collectives(config):

@@ -1,11 +1,13 @@
 """Which checkpoint a run starts from, and where its own go: told from the config, before anything is computed."""
 
+import contextlib
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from research.config import ConfigError, Problem, RunConfig
 from research.files import writable
-from research.record import run_id
+from research.record import row_path, run_id
 from research.settings import flat, to_mapping
 from research.train.checkpoint.index import CheckpointError, complete, newest, offer, read_index
 
@@ -51,6 +53,18 @@ def _unusable(config: RunConfig, found: Path) -> Iterator[Problem]:
         return
     if done >= (steps := config.train.steps):
         yield Problem("train.steps", steps, f"are made already in {found}", f"more than {done}")
+
+
+def reopen(config: RunConfig) -> None:
+    """A run that was killed between its last checkpoint and its row has nothing left to do, and yet no row. Without
+    that checkpoint it makes its last steps again; only for who knows that nobody is at the run."""
+    own = folder_of(config)
+    last = newest(own) if config.checkpoint.resume in OWN else None
+    if last is None or row_path(config.record.folder, run_id(config)).exists():
+        return
+    with contextlib.suppress(CheckpointError):  # a damaged one is to be named
+        if read_index(last).state.get("step", -1) >= config.train.steps:
+            shutil.rmtree(last)
 
 
 def changed_since(config: RunConfig, checkpoint: Path) -> Iterator[str]:
