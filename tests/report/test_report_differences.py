@@ -8,7 +8,7 @@ import pytest
 from experiments import axes
 from experiments.command import CHECKS
 from research import settings
-from research.ablation import read, runs
+from research.ablation import plan, read
 from research.config import replace
 from research.parallel.cp.cost import traffic as cp_traffic
 from research.record import load
@@ -40,7 +40,7 @@ def large():
 
 
 def test_every_arm_has_its_row_and_all_end_at_the_same_loss(rows):
-    configs = {c.record.arm: dict(flat(to_mapping(c))) for c in runs(ABLATION, (), CHECKS)}
+    configs = {c.record.arm: dict(flat(to_mapping(c))) for c in plan(ABLATION, (), CHECKS).runs}
     found = {r.arm: dict(flat(to_mapping(config_of(r)))) for r in rows}
     assert found.keys() == configs.keys() and len(rows) == len(found)
     for arm, config in configs.items():
