@@ -14,7 +14,7 @@ import pandas as pd
 import torch
 
 from research.build import layout_of, wired
-from research.config import AXIS_SECTIONS, RunConfig, microbatch_tokens
+from research.config import AXIS_SECTIONS, RunConfig
 from research.launch.process import fake_process_group
 from research.mesh import Mesh, total_ranks
 from research.models.batch import Batch
@@ -25,7 +25,7 @@ from research.parallel.cp.cost import traffic as of_cp
 from research.parallel.dp.cost import traffic as of_dp
 from research.parallel.ep.cost import traffic as of_ep
 from research.parallel.pp import schedule_of
-from research.parallel.pp.check import messages
+from research.parallel.pp.cost import traffic as of_pp
 from research.parallel.pp.simulate import even, simulate
 from research.parallel.tp.cost import traffic as of_tp
 from research.record import Row
@@ -180,23 +180,10 @@ def along(config: RunConfig, axis: str) -> Fraction:
     return found + sum(of_dp(config).values()) if axis != "dp" and config.dp.degree == 1 else found
 
 
-def _of_pp(config: RunConfig) -> dict[str, Fraction]:
-    """Activations and gradients of the residual stream, each of the rank that receives most of them."""
-    schedule = schedule_of(config.pp, config.train.microbatches)
-    element = {"bfloat16": 2, "float32": 4, "float64": 8}[config.train.dtype]
-    sizes = [Fraction(n * config.model.dim * element) for n in microbatch_tokens(config)]
-    received: Counter[tuple[str, int]] = Counter()
-    for (_, rank), sent in messages(schedule).items():
-        for action in sent:
-            received[action.kind, rank] += sizes[action.microbatch]  # type: ignore[assignment]
-    kinds = {kind for kind, _ in received}
-    return {kind: Fraction(max(n for (k, _), n in received.items() if k == kind)) for kind in kinds}
-
-
 TRAFFIC: Mapping[str, Callable[[RunConfig], Mapping[str, Fraction]]] = {
     "dp": of_dp,
     "tp": of_tp,
-    "pp": _of_pp,
+    "pp": of_pp,
     "cp": of_cp,
     "ep": of_ep,
 }
