@@ -91,6 +91,12 @@ def test_same_layout_is_bitwise(configure, words):
         ({"dp.degree": 2, "dp.zero": 1}, {"tp.degree": 2, "dp.zero": 3}),
         ({"dp.degree": 4, "dp.zero": 2, "dp.replicas": 2, "ep.degree": 2}, {"dp.replicas": 1, "dp.zero": 1}),
         ({"dp.degree": 4, "ep.degree": 4}, {"dp.degree": 1, "tp.degree": 2, "ep.degree": 1, "ep.tensor": 2}),
+        ({"pp.degree": 2, "model.tied": True}, {"pp.degree": 1, "cp.degree": 2, "dp.zero": 3, "dp.degree": 2}),
+        ({"cp.degree": 2, "dp.zero": 2}, {"cp.degree": 1, "pp.degree": 2, "pp.schedule": "zb_h1", "dp.zero": 1}),
+        (
+            {"pp.degree": 2, "pp.schedule": "dualpipe", "model.mtp_depth": 1, "dp.degree": 2, "dp.zero": 1},
+            {"pp.schedule": "1f1b", "tp.degree": 2, "dp.degree": 1, "ep.degree": 2},
+        ),
     ],
     ids=str,
 )
