@@ -29,6 +29,7 @@ def alike(found, tolerance):
                 assert one.measured_ms < other.measured_ms, found
 
 
+@pytest.mark.slow  # and measures: a busy machine shows
 @pytest.mark.parametrize(
     "names", [("1f1b", "interleaved", "zbv"), pytest.param(tuple(FAMILIES), marks=SLOW)], ids=["three", "all"]
 )

@@ -107,8 +107,8 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sweep]:
         made.trains("stopped")
         cluster.run("scancel", "--signal=USR1", made.attempt("stopped").job)  # as Slurm does ahead of a time limit
         made.trains("endless")
-        # Limits are whole minutes, looked at twice a minute.
-        cluster.run("scontrol", "update", f"JobId={made.attempt('endless').job}", "EndTime=now")
+        # Limits are whole minutes, looked at twice a minute; a time that has passed once it is read is refused.
+        cluster.run("scontrol", "update", f"JobId={made.attempt('endless').job}", "EndTime=now+5")
         yield made
 
 
