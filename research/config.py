@@ -484,6 +484,9 @@ def degrees(config: RunConfig) -> dict[str, int]:
     return {a: getattr(s, "degree", 1) for a, s in sections.items()} | {"etp": getattr(sections["ep"], "tensor", 1)}
 
 
+ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}  # by train.dtype
+
+
 def step_tokens(config: RunConfig) -> int:
     """Tokens of a step on the first rank, of which no other has more."""
     return sum(microbatch_tokens(config))

@@ -9,54 +9,36 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from research import comm
 from research.bench.side_by_side import Case, RankedCase, Side, Values
-from research.bench.tensor import MODEL, TRAIN
 from research.bench.torch_context import TorchRingTraining
+from research.bench.workload import STEPS, TOLERANCE, batch_of, config_of, losses_of, sizes
 from research.config import RunConfig, replace
 from research.launch.process import Place
 from research.mesh import Mesh
-from research.models.batch import Batch
 from research.parallel.axis import cut_batch
-from research.settings import from_mapping
 from research.train.loop import Trainer
 
-RANKS, STEPS = 2, 2
-TOLERANCE = 1e-5  # float32 sums in another order
-LENGTH = 512
+RANKS = 2
 
 
 def cases() -> Iterator[RankedCase]:
-    cp = {"degree": RANKS, "method": "ring", "balance": "zigzag"}
-    config = from_mapping({"model": MODEL, "cp": cp, "data": {"sequence": LENGTH}, "train": TRAIN})
-    sizes = f"{TRAIN['global_batch']} x {LENGTH} tokens, D {config.model.dim}, {config.model.layers} layers"
-    name = f"cp {RANKS}, ring and zigzag, {sizes}"
+    config = config_of("cp", {"degree": RANKS, "method": "ring", "balance": "zigzag"}, clip=0.0)
+    name = f"cp {RANKS}, ring and zigzag, {sizes(config)}"
     yield RankedCase(name, RANKS, config.launch, partial(case, config, name))
 
 
 def case(config: RunConfig, name: str, place: Place, device: torch.device) -> Case:
     """This rank's part of all three; of the one process, the first rank's is all."""
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, config.model.vocab, (config.train.global_batch, LENGTH + 1), generator=generator)
-    positions = torch.arange(LENGTH).expand(len(ids), -1)
-    batch = Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), positions, torch.zeros_like(positions))
+    batch = batch_of(config)
     mesh = Mesh.from_config(config, place.world, place.rank)
     world, mine = mesh.group("world"), cut_batch(batch, config, mesh)
     trainer, whole = Trainer(config, mesh, device), Trainer(replace(config, {"cp.degree": 1}), Mesh({}), device)
     other = TorchRingTraining(config, {n: weight for n, _, weight in whole.storage.weights()}, device)
 
-    def steps(trainer: Trainer) -> Tensor:
-        losses = []
-        for step in range(STEPS):
-            sums = trainer.backward([batch])
-            trainer.update(step, sums)
-            losses.append(sums.totals[0])
-        return torch.stack(losses)
-
     def run_one() -> Values:
-        losses = steps(whole) if place.rank == 0 else None
+        losses = losses_of(whole, batch) if place.rank == 0 else None
         told = comm.gather_objects(losses, world, "losses")[0]
         assert told is not None
         return {"losses": told}
@@ -65,5 +47,5 @@ def case(config: RunConfig, name: str, place: Place, device: torch.device) -> Ca
         "torch's ring attention, DDP": lambda: {"losses": torch.stack([other.step(mine) for _ in range(STEPS)])},
         "one process": run_one,
     }
-    ours = Side("quintet", lambda: {"losses": steps(trainer)})
+    ours = Side("quintet", lambda: {"losses": losses_of(trainer, batch)})
     return Case(name, 1, TOLERANCE, ours, [Side(n, run) for n, run in sides.items()])

@@ -17,7 +17,7 @@ from torch.distributed.tensor.experimental._context_parallel._attention import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from research.bench.torch_tensor import Decoder, ours
+from research.bench.torch_tensor import decoder
 from research.config import RunConfig
 from research.models.batch import Batch
 from research.models.rope import rotary
@@ -66,10 +66,7 @@ class TorchRingTraining:
 
     def __init__(self, config: RunConfig, weights: Mapping[str, Tensor], device: torch.device) -> None:
         self.config = config
-        model = Decoder(config.model, ring).to(device)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(weights[ours(name)])
+        model = decoder(config.model, weights, device, ring)
         self.model = DistributedDataParallel(model)
         self.optimizer = adamw(config.train, [(p, p.dim() > 1) for p in model.parameters()])
 

@@ -87,7 +87,7 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     """(B, S) ids -> (B, S, V) logits"""
 
-    def __init__(self, c: ModelConfig, attend: Attend = alone) -> None:
+    def __init__(self, c: ModelConfig, attend: Attend) -> None:
         super().__init__()
         self.embedding = nn.Embedding(c.vocab, c.dim)
         self.layers = nn.ModuleList(Layer(c, attend) for _ in range(c.layers))
@@ -99,6 +99,15 @@ class Decoder(nn.Module):
             x = layer(x, turns)
         logits: Tensor = self.head(self.norm(x))
         return logits
+
+
+def decoder(c: ModelConfig, weights: Mapping[str, Tensor], device: torch.device, attend: Attend = alone) -> Decoder:
+    """With given whole weights, named as ours."""
+    model = Decoder(c, attend).to(device)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[ours(name)])
+    return model
 
 
 def plan(sequence: bool) -> dict[str, ParallelStyle]:
@@ -128,10 +137,7 @@ class TorchTraining:
 
     def __init__(self, config: RunConfig, weights: Mapping[str, Tensor], device: torch.device) -> None:
         self.config = config
-        self.model = Decoder(config.model).to(device)
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                parameter.copy_(weights[ours(name)])
+        self.model = decoder(config.model, weights, device)
         mesh = init_device_mesh(device.type, (config.tp.degree,))
         parallelize_module(self.model, mesh, plan(config.tp.sequence))
         self.optimizer = adamw(config.train, [(p, p.dim() > 1) for p in self.model.parameters()])

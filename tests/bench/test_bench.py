@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from experiments import bench
-from research.bench import context, data, registry, side_by_side, tensor, torch_context
+from research.bench import context, data, registry, side_by_side, tensor, torch_context, workload
 from research.bench.side_by_side import Case, NotEqualError, Side, compare, cpu_s, gate
 from research.bench.torch_tensor import TorchTraining
 from research.config import LaunchConfig, replace
@@ -102,11 +102,11 @@ def test_cpu_time_of_ranks_adds_up():
 @pytest.mark.parametrize("sequence", [0, 1])
 def test_tensor_parallel_steps_are_equal(monkeypatch, sequence):
     """The gate of the real cases, on a smaller model; and a planted fault in what the second step starts from."""
-    monkeypatch.setattr(tensor, "LENGTH", 16)
-    monkeypatch.setattr(tensor, "MODEL", {**tensor.MODEL, "dim": 64, "layers": 2, "head_dim": 8, "vocab": 256})
+    monkeypatch.setattr(workload, "LENGTH", 16)
+    monkeypatch.setattr(workload, "MODEL", {**workload.MODEL, "dim": 64, "layers": 2, "head_dim": 8, "vocab": 256})
     ranked = list(tensor.cases())[sequence]
-    assert [r.error < tensor.TOLERANCE for r in compare(ranked, 2)] == [True]
-    monkeypatch.setitem(tensor.TRAIN, "lr", 1.1e-3)
+    assert [r.error < workload.TOLERANCE for r in compare(ranked, 2)] == [True]
+    monkeypatch.setitem(workload.TRAIN, "lr", 1.1e-3)
     planted = list(tensor.cases())[sequence]
     monkeypatch.setattr(tensor, "TorchTraining", lambda config, *rest: TorchTraining(ranked.make.args[0], *rest))
     with pytest.raises(RankError, match="losses of quintet and torch parallelize_module differ by"):
@@ -116,10 +116,10 @@ def test_tensor_parallel_steps_are_equal(monkeypatch, sequence):
 @pytest.mark.parametrize("zero, peer", [(0, "DistributedDataParallel"), (3, "fully_shard")])
 def test_data_parallel_steps_are_equal(monkeypatch, zero, peer):
     """The gate of the real cases, on a smaller model; and a planted fault in what the second step starts from."""
-    monkeypatch.setattr(data, "LENGTH", 16)
-    monkeypatch.setattr(data, "MODEL", {**data.MODEL, "dim": 64, "layers": 2, "head_dim": 8, "vocab": 256})
+    monkeypatch.setattr(workload, "LENGTH", 16)
+    monkeypatch.setattr(workload, "MODEL", {**workload.MODEL, "dim": 64, "layers": 2, "head_dim": 8, "vocab": 256})
     two, four = data.cases(zero, peer)
-    assert [r.error < data.TOLERANCE for r in compare(two, 2)] == [True] and four.ranks == 4
+    assert [r.error < workload.TOLERANCE for r in compare(two, 2)] == [True] and four.ranks == 4
     real = data.TorchTraining
     faster = replace(two.make.args[0], {"train.lr": 1.1e-3})
     monkeypatch.setattr(data, "TorchTraining", lambda config, *rest: real(faster, *rest))
@@ -129,10 +129,10 @@ def test_data_parallel_steps_are_equal(monkeypatch, zero, peer):
 
 def test_context_parallel_steps_are_equal(monkeypatch):
     """The gate of the real case, on a smaller model; and a planted fault in the keys that torch's ring is given."""
-    monkeypatch.setattr(context, "LENGTH", 16)
-    monkeypatch.setattr(context, "MODEL", {**tensor.MODEL, "dim": 64, "layers": 2, "head_dim": 8, "vocab": 256})
+    monkeypatch.setattr(workload, "LENGTH", 16)
+    monkeypatch.setattr(workload, "MODEL", {**workload.MODEL, "dim": 64, "layers": 2, "head_dim": 8, "vocab": 256})
     (ranked,) = context.cases()
-    assert [r.error < context.TOLERANCE for r in compare(ranked, 2)] == [True, True]
+    assert [r.error < workload.TOLERANCE for r in compare(ranked, 2)] == [True, True]
     monkeypatch.setattr(torch_context, "ring", lambda q, k, v, real=torch_context.ring: real(q, k.roll(1, 2), v))
     with pytest.raises(RankError, match="losses of quintet and torch's ring attention, DDP differ by"):
         compare(ranked, 2)

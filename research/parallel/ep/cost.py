@@ -8,10 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from research.config import ModelConfig, RunConfig, microbatch_tokens, step_tokens
+from research.config import ELEMENT_BYTES, ModelConfig, RunConfig, microbatch_tokens, step_tokens
 
 Bytes = dict[str, Fraction]  # by "purpose/op/phase" of the ledger
-ELEMENT = {"bfloat16": 2, "float32": 4, "float64": 8}  # bytes of an activation
 COUNT, ID = 8, 4  # bytes
 
 
@@ -51,7 +50,7 @@ def even(config: RunConfig) -> list[Load]:
 def _all_to_all(config: RunConfig, loads: Sequence[Load]) -> Iterator[tuple[str, Fraction]]:
     """A row travels to an expert with its routing weight, and without one back. With full recompute it is sent again,
     and comes back as far as `_again` says."""
-    c, ep, element = config.model, config.ep, ELEMENT[config.train.dtype]
+    c, ep, element = config.model, config.ep, ELEMENT_BYTES[config.train.dtype]
     others = ep.degree * ep.tensor - 1
     counts = others * ep.overlap * c.experts // ep.degree * len(loads) * config.train.microbatches
     arrive = sum((load.arrive for load in loads), Fraction())
@@ -70,7 +69,7 @@ def _all_to_all(config: RunConfig, loads: Sequence[Load]) -> Iterator[tuple[str,
 
 def _all_gather(config: RunConfig) -> Iterator[tuple[str, Fraction]]:
     """A token travels with its K routing weights and, once, with K ids. Ranks with fewer tokens are filled up."""
-    c, ep, element = config.model, config.ep, ELEMENT[config.train.dtype]
+    c, ep, element = config.model, config.ep, ELEMENT_BYTES[config.train.dtype]
     others, layers = ep.degree * ep.tensor - 1, len(_moe_layers(c))
     tokens = [n // config.tp.degree for n in microbatch_tokens(config)]
     received = Fraction(others * layers * sum(tokens))

@@ -6,7 +6,7 @@ b samples of a microbatch, S tokens of a sample and D model on this rank
 from collections import defaultdict
 from fractions import Fraction
 
-from research.config import RunConfig, microbatch_tokens
+from research.config import ELEMENT_BYTES, RunConfig, microbatch_tokens
 from research.parallel.pp import schedule_of
 from research.parallel.pp.check import messages
 from research.parallel.pp.schedule import Schedule
@@ -20,7 +20,7 @@ def traffic(config: RunConfig) -> Bytes:
     between copies are not counted: they belong to the storage of parameters."""
     if config.pp.degree == 1:
         return {}
-    element = {"bfloat16": 2, "float32": 4, "float64": 8}[config.train.dtype]
+    element = ELEMENT_BYTES[config.train.dtype]
     cut = config.tp.degree if config.tp.sequence else 1
     sizes = [Fraction(n * config.model.dim * element, cut) for n in microbatch_tokens(config)]
     found: Bytes = {}

@@ -7,10 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from fractions import Fraction
 
-from research.config import RunConfig, step_tokens
+from research.config import ELEMENT_BYTES, RunConfig, step_tokens
 
 Bytes = dict[str, Fraction]  # by "purpose/op/phase" of the ledger
-ELEMENT = {"bfloat16": (2, 4), "float32": (4, 4), "float64": (8, 8)}  # bytes of an activation, and of a wide one
 
 
 def traffic(config: RunConfig) -> Bytes:
@@ -27,7 +26,8 @@ def _collectives(config: RunConfig) -> Iterator[tuple[str, Fraction]]:
     """Of `stream` bytes, (n-1)/n of the residual stream of all tokens, an all-gather and a reduce-scatter each receive
     as many, an all-reduce twice as many. With full recompute a layer's forward is repeated in backward."""
     c, tp, tokens = config.model, config.tp, step_tokens(config)
-    element, wide = ELEMENT[config.train.dtype]
+    element = ELEMENT_BYTES[config.train.dtype]
+    wide = max(element, ELEMENT_BYTES["float32"])
     part = Fraction(tp.degree - 1, tp.degree)
     stream = part * tokens * c.dim * element
     moe = [c.is_moe(layer) for layer in [*range(c.layers), *[c.layers - 1] * c.mtp_depth]]
@@ -66,7 +66,8 @@ def layer_bytes(config: RunConfig, tokens: int) -> int:
     """Bytes that a dense layer (GQA, pre-norm, no norm of queries and keys, no bias) keeps from forward to backward, of
     so many tokens in the samples of this rank."""
     c, tp = config.model, config.tp
-    element, wide = ELEMENT[config.train.dtype]
+    element = ELEMENT_BYTES[config.train.dtype]
+    wide = max(element, ELEMENT_BYTES["float32"])
     n, recompute = tp.degree, config.train.recompute
     own = tokens // n if tp.sequence else tokens  # of the residual stream
     if recompute == "full":

@@ -1,0 +1,46 @@
+"""What the benches of whole training steps share: a decoder, its optimisation, one batch, and our side of the steps."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from research.config import RunConfig
+from research.models.batch import Batch
+from research.settings import from_mapping
+from research.train.loop import Trainer
+
+STEPS = 2  # the loss of a later one tells whether gradients and optimizer agree, too
+TOLERANCE = 1e-5  # float32 sums in another order
+MODEL = {"vocab": 4096, "dim": 256, "layers": 8, "heads": 8, "kv_heads": 4, "head_dim": 32, "ffn": 768, "experts": 0}
+TRAIN = {"global_batch": 4, "steps": 10**6, "warmup_steps": 0, "schedule": "wsd"}
+LENGTH = 512
+
+
+def config_of(axis: str, keys: Mapping[str, object], **train: object) -> RunConfig:
+    """The workload with one axis on."""
+    return from_mapping({"model": MODEL, axis: keys, "data": {"sequence": LENGTH}, "train": {**TRAIN, **train}})
+
+
+def sizes(config: RunConfig) -> str:
+    c, tokens = config.model, f"{config.train.global_batch} x {config.data.sequence} tokens"
+    return f"{tokens}, D {c.dim}, {c.layers} layers"
+
+
+def batch_of(config: RunConfig) -> Batch:
+    """One global batch of random tokens."""
+    length = config.data.sequence
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, config.model.vocab, (config.train.global_batch, length + 1), generator=generator)
+    positions = torch.arange(length).expand(len(ids), -1)
+    return Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), positions, torch.zeros_like(positions))
+
+
+def losses_of(trainer: Trainer, batch: Batch) -> Tensor:
+    """Those of our steps (STEPS,), without waiting for them."""
+    losses = []
+    for step in range(STEPS):
+        sums = trainer.backward([batch])
+        trainer.update(step, sums)
+        losses.append(sums.totals[0])
+    return torch.stack(losses)
