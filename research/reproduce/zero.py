@@ -11,7 +11,7 @@ import torch
 
 from research.build import build
 from research.config import ModelConfig, RunConfig, Value, replace
-from research.launch.fake import fake_world
+from research.launch.process import fake_process_group
 from research.mesh import Mesh
 from research.models.batch import Batch
 from research.models.decoder import Decoder
@@ -92,7 +92,7 @@ def gigabytes(size: str, zero: int, ranks: int) -> float:
     """Model states of one rank."""
     meta = torch.device("meta")
     config = config_of(sized(*SHAPES[size]), zero, ranks)
-    with fake_world(ranks):
+    with fake_process_group(ranks, 0):
         mesh = Mesh.from_config(config, ranks, 0, fake=True)
         built = build(config, mesh, meta, lambda name, spec, layout: torch.empty(layout.local_shape(), device=meta))
         return nbytes(storage(config, built, meta)) / 1e9
@@ -112,7 +112,7 @@ def volume(zero: int) -> float:
     """Of a small model's training step, by the ledger."""
     config = config_of(TINY, zero, RANKS)
     ids = torch.zeros(RANKS, 4, dtype=torch.int64)
-    with fake_world(RANKS):
+    with fake_process_group(RANKS, 0):
         trainer = Trainer(config, Mesh.from_config(config, RANKS, 0, fake=True), torch.device("cpu"))
         sums = trainer.backward([Batch(ids, ids, torch.arange(4).expand(RANKS, 4), ids)])
         trainer.queue(0, sums)

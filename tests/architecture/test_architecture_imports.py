@@ -58,7 +58,7 @@ MAY_IMPORT = {
     "research.bench.pipeline": "comm config data.tokens launch ledger mesh models parallel.pp train",
     "research.reproduce": "parallel.pp reproduce",
     # It counts what the storage that trains keeps and sends.
-    "research.reproduce.zero": "build config launch.fake mesh models parallel.axis reproduce train",
+    "research.reproduce.zero": "build config launch.process mesh models parallel.axis reproduce train",
     "experiments": "research experiments.command experiments.tables",
 }
 ALONE = ("research", "research.parallel")  # packages without code
