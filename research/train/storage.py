@@ -39,13 +39,30 @@ class Bucket:
     missing: int = field(default=0, init=False)  # parameters whose gradient a backward has not reached yet
     reduced: int = field(default=0, init=False)  # reductions of this step that have been started
     pending: comm.Pending | None = field(default=None, init=False, repr=False)
+    stale: set[str] = field(default_factory=set, init=False)  # whose place still holds what was there before
 
     def add(self, name: str, grad: Tensor) -> None:
-        """Add a microbatch's gradient."""
-        self.held[name].grad.add_(grad)
+        """Add a microbatch's gradient. The first one overwrites: cheaper than to clear, then to add."""
+        place = self._place(name)
+        if name in self.stale:
+            self.stale.remove(name)
+            place.copy_(grad)
+        else:
+            place.add_(grad)
+
+    def _place(self, name: str) -> Tensor:
+        """Where this rank adds up a gradient."""
+        return self.held[name].grad
+
+    def _complete(self) -> None:
+        """What was not reached is zero."""
+        for name in self.stale:
+            self._place(name).zero_()
+        self.stale.clear()
 
     def reduce(self, last: bool) -> None:
         """Start the sum over ranks; `last`: no other one follows in this step."""
+        self._complete()
         self.pending = comm.start_all_reduce(self.flat, self.group, "gradients")
 
     def finish(self) -> None:
@@ -55,7 +72,7 @@ class Bucket:
             self.pending = None
 
     def clear(self) -> None:
-        self.flat.zero_()
+        self.stale = set(self.held)
 
 
 class Storage:

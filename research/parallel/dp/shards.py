@@ -132,18 +132,23 @@ class Sharded(Bucket):
         self.passing = self.rows is None
 
     def add(self, name: str, grad: Tensor) -> None:
-        place = self.held[name].place
         with self.ledger.buffers():
-            place.cut.rows(place.gradient(self._rows())).add_(place.cut.split(grad))
+            super().add(name, self.held[name].place.cut.split(grad))
+
+    def _place(self, name: str) -> Tensor:
+        place = self.held[name].place
+        return place.cut.rows(place.gradient(self._rows()))
 
     def _rows(self) -> Tensor:
         if self.rows is None:
-            self.rows = self.flat.new_zeros(self.ranks.shards.size, len(self.flat))
+            self.rows, self.stale = self.flat.new_empty(self.ranks.shards.size, len(self.flat)), set(self.held)
         return self.rows
 
     def reduce(self, last: bool) -> None:
         with self.ledger.buffers():
-            self.pending = comm.start_reduce_scatter(self._rows(), self.ranks.shards, "gradients")
+            rows = self._rows()
+            self._complete()
+            self.pending = comm.start_reduce_scatter(rows, self.ranks.shards, "gradients")
         self.last = last
         if self.passing:
             self.rows = None
@@ -168,7 +173,10 @@ class Sharded(Bucket):
             self.summing = None
 
     def clear(self) -> None:
-        (self.flat if self.passing else self._rows()).zero_()
+        if self.passing:
+            self.flat.zero_()
+        else:
+            super().clear()
 
     def start_gather(self) -> comm.Pending:
         """All ranks' weights, as forward uses them."""

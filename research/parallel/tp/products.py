@@ -46,15 +46,14 @@ class _Column(torch.autograd.Function):
         group, products, pieces, keep, parameters = ctx.about
         x, *weights = ctx.saved_tensors
         again = None if keep or products.puts_off else comm.start_all_gather(x, group, "column")
-        dy, w = _side_by_side(dys, weights)
-        sums = _started_sums(lambda part: part @ w, dy, group, "column", pieces)
+        sums = _started_sums(dys, weights, group, "column", pieces)
 
         def gradients() -> Sequence[Tensor]:
             gathered = x if keep else comm.joined((again or comm.start_all_gather(x, group, "column")).wait(), 1)
-            return (dy.flatten(0, 1).T @ gathered.flatten(0, 1)).split([len(w) for w in weights])
+            return [dy.flatten(0, 1).T @ gathered.flatten(0, 1) for dy in dys]
 
         dw = products.gradients(parameters, gradients)
-        return torch.cat([s.wait() for s in sums], 1), None, None, None, None, *dw
+        return _arrived(sums), None, None, None, None, *dw
 
 
 def row(group: Group, products: Products, sequence: bool, pieces: int) -> Seam:
@@ -78,7 +77,7 @@ class _RowScattered(torch.autograd.Function):
     def forward(ctx, x: Tensor, w: Tensor, group: Group, products: Products, pieces: int) -> Tensor:  # type: ignore[no-untyped-def]
         ctx.about = group, products, pieces, w
         ctx.save_for_backward(x, w)
-        return torch.cat([s.wait() for s in _started_sums(lambda part: part @ w.T, x, group, "row", pieces)], 1)
+        return _arrived(_started_sums([x], [w.T], group, "row", pieces))
 
     @staticmethod
     def backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
@@ -100,7 +99,7 @@ class _RowRepeated(torch.autograd.Function):
         ctx.about = group, products, pieces, w
         ctx.save_for_backward(x, w)
         parts = (part @ w.T for part in x.tensor_split(pieces, 1))
-        return torch.cat([s.wait() for s in [comm.start_all_reduce(p, group, "row") for p in parts]], 1)
+        return _arrived([comm.start_all_reduce(part, group, "row") for part in parts])
 
     @staticmethod
     def backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
@@ -108,8 +107,8 @@ class _RowRepeated(torch.autograd.Function):
         x, w = ctx.saved_tensors
         parts = [part.clone(memory_format=torch.contiguous_format) for part in dy.tensor_split(pieces, 1)]
         sums = [comm.start_all_reduce(part, group, "row") for part in parts]
-        dx = torch.cat([s.wait() @ w for s in sums], 1)
-        (dw,) = products.gradients([weight], lambda: [torch.cat(parts, 1).flatten(0, 1).T @ x.flatten(0, 1)])
+        dx = _side_by_side([s.wait() @ w for s in sums])
+        (dw,) = products.gradients([weight], lambda: [_side_by_side(parts).flatten(0, 1).T @ x.flatten(0, 1)])
         return dx, dw, None, None, None
 
 
@@ -129,13 +128,20 @@ def _gathered_product(
 
 
 def _started_sums(
-    product: Callable[[Tensor], Tensor], x: Tensor, group: Group, purpose: str, pieces: int
+    xs: Sequence[Tensor], weights: Sequence[Tensor], group: Group, purpose: str, pieces: int
 ) -> list[comm.Pending]:
-    """x (B, S, ..) -> products, reduce-scattered: (B, some of s, ..) each, all under way."""
-    return [
-        comm.start_reduce_scatter(comm.parted(product(piece), group.size, 1), group, purpose)
-        for piece in _pieces(x, group.size, pieces)
-    ]
+    """xs (B, S, I) and weights (I, D) each -> the sum of their products, reduce-scattered: (B, some of s, D) each, all
+    under way."""
+    runs = zip(*(_pieces(x, group.size, pieces) for x in xs), strict=True)
+    products = (_sum_of_products(run, weights) for run in runs)
+    return [comm.start_reduce_scatter(comm.parted(y, group.size, 1), group, purpose) for y in products]
+
+
+def _sum_of_products(xs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    y = xs[0] @ weights[0]
+    for x, w in zip(xs[1:], weights[1:], strict=True):
+        y.flatten(0, -2).addmm_(x.flatten(0, -2), w)
+    return y
 
 
 def _pieces(x: Tensor, n: int, pieces: int) -> Iterator[Tensor]:
@@ -152,6 +158,10 @@ def _whole(parts: Sequence[Tensor], n: int) -> Tensor:
     return torch.cat([part.unflatten(1, (n, -1)) for part in parts], 2).flatten(1, 2)
 
 
-def _side_by_side(dys: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Gradients (B, S, O) and weights (O, D) of several products as those of one, which sums by itself."""
-    return (dys[0], weights[0]) if len(dys) == 1 else (torch.cat(list(dys), -1), torch.cat(list(weights)))
+def _arrived(coming: Sequence[comm.Pending]) -> Tensor:
+    return _side_by_side([one.wait() for one in coming])
+
+
+def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
+    """(B, some tokens, ..) each, along tokens; one by itself is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)
