@@ -142,6 +142,22 @@ def test_a_skipped_step_changes_no_weight(config):
     assert made and not all(torch.equal(w, before[n]) for n, _, w in trainer.storage.weights())
 
 
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_what_a_backward_does_not_reach_has_no_gradient(config, zero):
+    """Nor what an earlier step, or another memory, has left in its place."""
+    config = replace(config, {"dp.degree": 2, "dp.zero": zero})
+
+    def body(place, device):
+        trainer = Trainer(config, Mesh.from_config(config, place.world, place.rank), device)
+        trainer.update(0, trainer.backward(batches_of(config)(0)))
+        trainer.storage.begin_backward(0, last=True)
+        trainer.storage.end_backward(0, last=True)
+        trainer.storage.finish_backward()
+        return [name for name, _, g in trainer.storage.gradients() if g.any()]
+
+    assert start(body, 2, config.launch, LIMIT_S) == [[], []]
+
+
 def test_bfloat16_keeps_float32_masters_and_gradients(config):
     config = replace(config, {"train.dtype": "bfloat16", "train.microbatches": 4})
     trainer = Trainer(config, Mesh({}), torch.device("cpu"))
