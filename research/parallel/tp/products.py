@@ -7,7 +7,7 @@ A weight gradient that is put off to W (`Products.gradients`) keeps what it need
 here, s of their tokens, which it gathers in W; of `row` the gathered output gradient.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
