@@ -91,10 +91,18 @@ class Row:
 
 def config_hash(config: Mapping[str, Mapping[str, Value]]) -> str:
     """Eight hex digits that change when what is computed or measured changes."""
-    what = {key: value for key, value in flat(config) if key not in NOT_IDENTITY}
+    what = {key: meaning(value) for key, value in flat(config) if key not in NOT_IDENTITY}
     if what.get("checkpoint.resume") in SAME_RUN:
         what["checkpoint.resume"] = ""
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def meaning(value: Value) -> Value:
+    """A value of a key; of `file:PATH` the digest of what stands there, wherever it lies."""
+    kind, _, path = value.partition(":") if isinstance(value, str) else ("", "", "")
+    if kind != "file" or not Path(path).is_file():
+        return value
+    return f"file:{hashlib.sha256(Path(path).read_bytes()).hexdigest()}"
 
 
 def run_id(config: RunConfig) -> str:

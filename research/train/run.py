@@ -15,7 +15,7 @@ from research.launch.preemption import asked_to_end
 from research.launch.process import Place
 from research.launch.watchdog import watched
 from research.mesh import Mesh
-from research.record import NOT_IDENTITY, Row
+from research.record import NOT_IDENTITY, Row, meaning
 from research.settings import flat, to_mapping
 from research.train.checkpoint.saving import Checkpoints
 from research.train.loop import Step, Trainer, train
@@ -62,7 +62,7 @@ def require_alike(config: RunConfig, corpus: Corpus, mesh: Mesh) -> None:
     """Ranks that a launcher started may stand on different nodes. Raises ConfigError on every rank where their configs
     or their texts differ: nothing else would show it."""
     mine: dict[str, object] = {
-        k: v for k, v in flat(to_mapping(config)) if k not in NOT_IDENTITY or k.startswith("checkpoint.")
+        k: meaning(v) for k, v in flat(to_mapping(config)) if k not in NOT_IDENTITY or k.startswith("checkpoint.")
     }
     everyone = comm.gather_objects(mine | {"text of data.path": corpus.digest}, mesh.group("world"), "start")
     problems = []

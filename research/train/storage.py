@@ -244,7 +244,7 @@ class Storage:
         square = torch.zeros((), dtype=self.dtype, device=self.device)
         for bucket in self.buckets:
             if bucket.group.rank == 0 and self.built.first_holds(next(iter(bucket.held))):
-                square += bucket.flat.square().sum()
+                square += torch.linalg.vector_norm(bucket.flat, dtype=self.dtype).square()
         return comm.all_reduce_(square, self.built.mesh.group("world"), "gradient norm").sqrt()
 
     def step(self, lr: float, norm: Tensor, good: Tensor) -> None:

@@ -53,8 +53,9 @@ def told(steps: Iterable[Step], config: RunConfig) -> Iterator[Step]:
 
 
 def boarded(steps: Iterable[Step], config: RunConfig, first: int = 0) -> Iterator[Step]:
-    """TensorBoard, where `record.tensorboard`: scalars of each step; at the end all keys with the last loss as
-    hyper-parameters, so that runs can be sorted and compared by them."""
+    """TensorBoard, where `record.tensorboard`: scalars of each step, of routing those of the MoE layers on the stage of
+    this rank (the row has all); at the end all keys with the last loss as hyper-parameters, so that runs can be sorted
+    and compared by them."""
     if not config.record.tensorboard:
         yield from steps
         return

@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "research.built": "mesh models",
     "research.build": "built config mesh comm models parallel.axis",
     # It counts the parameters of a model in its layout.
-    "research.parallel.dp.cost": "build built config mesh models parallel.dp.shards",
+    "research.parallel.dp.cost": "build built config mesh models parallel.axis parallel.dp.shards",
     "research.launch": "config ledger launch",
     "research.ablation": "config settings",
     "research.attempts": "config settings files record",

@@ -60,6 +60,9 @@ def interrupted(config, at, **changes):
         "dp.degree=2 train.dtype=bfloat16 train.bucket_mib=0.01 model.router_score=sigmoid",
         "dp.degree=3 dp.zero=1 train.dtype=bfloat16",
         "dp.degree=3 dp.zero=3 train.dtype=bfloat16 dp.grad_dtype=bfloat16 model.tied=true",
+        "tp.degree=2 cp.degree=2 train.dtype=bfloat16 model.tied=true",
+        "pp.degree=2 pp.schedule=dualpipe dp.degree=2 dp.zero=1 train.microbatches=4 model.mtp_depth=1",
+        "pp.degree=2 pp.schedule=zbv dp.degree=2 dp.zero=2 ep.degree=2 train.dtype=bfloat16 train.microbatches=4",
     ],
 )
 def test_same_layout_is_bitwise(configure, words):

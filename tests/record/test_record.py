@@ -101,6 +101,15 @@ def test_many_writers_lose_nothing(tmp_path: Path) -> None:
 WHOLE = json.dumps(dataclasses.asdict(TEMPLATE))
 
 
+def test_a_schedule_of_a_file_is_what_stands_there(tmp_path: Path) -> None:
+    """Another list of actions is another run; the same one in another place is the same."""
+    names = []
+    for place, actions in (("a.csv", "F0,B0"), ("b.csv", "F0,B0"), ("a.csv", "F0,F1,B0,B1")):
+        (tmp_path / place).write_text(actions)
+        names.append(run_id(configs.replace(RunConfig(), {"pp.schedule": f"file:{tmp_path / place}"})))
+    assert names[0] == names[1] != names[2]
+
+
 def changed(without: str = "", **fields: object) -> str:
     tree = json.loads(WHOLE) | fields
     tree.pop(without, None)

@@ -1,6 +1,9 @@
 """What ZeRO receives, label by label, against the closed formulas of its README; volumes of the paper."""
 
+import operator
+from collections import Counter
 from fractions import Fraction
+from functools import reduce
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ from research.settings import load
 from research.train.loop import Trainer
 from research.train.run import global_batches
 
-OURS = ("gradients", "parameters")
+OURS = ("gradients", "parameters", "copies")
 
 
 def received(config, place, device):
@@ -25,7 +28,7 @@ def received(config, place, device):
         trainer.update(step, trainer.backward(batches.microbatches_of(step)))
     found: dict[str, Fraction] = {}
     for label, n in trainer.mesh.ledger.bytes.items():
-        if label.purpose in OURS:
+        if label.purpose in OURS and label.op != "receive":
             found["/".join(label[1:])] = found.get("/".join(label[1:]), Fraction(0)) + n
     return found
 
@@ -50,6 +53,32 @@ GRID = [
 def test_ledger_equals_the_formula(text, tmp_path, words):
     config, ranks = bytes_of(text, tmp_path, *words.split())
     assert all(found == traffic(config) for found in ranks), (ranks[0], traffic(config))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "pp.schedule=1f1b model.tied=true",
+        "pp.schedule=dualpipe train.microbatches=4 model.layers=4",
+        "pp.schedule=zbv train.microbatches=4 model.layers=4 model.mtp_depth=1 model.tied=true dp.degree=2 dp.zero=1",
+        "pp.schedule=zb_h1 train.microbatches=4 dp.degree=2 dp.zero=2",
+        "pp.schedule=1f1b train.microbatches=4 model.tied=true model.mtp_depth=1 dp.degree=2 dp.zero=3",
+        "pp.schedule=dualpipe_v train.microbatches=4 model.layers=4 model.tied=true dp.degree=2 dp.zero=3",
+    ],
+)
+def test_stages_receive_what_the_formula_says(text, tmp_path, words):
+    """Of each label the most that any rank receives; passes of a split backward (B, W) together."""
+
+    def by_op(received):
+        found = Counter()
+        for label, n in received.items():
+            purpose, op, phase = label.split("/")
+            found[f"{purpose}/{op}/{'F' if phase == 'F' else 'optimizer' if phase == 'optimizer' else 'BW'}"] += n
+        return found
+
+    config, ranks = bytes_of(text, tmp_path, "pp.degree=2", *words.split())
+    most = reduce(operator.or_, map(by_op, ranks))
+    assert dict(most) == traffic(config)
 
 
 @pytest.mark.parametrize("zero, volume", [(0, 2), (1, 2), (2, 2), (3, 3)])

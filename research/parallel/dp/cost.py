@@ -4,8 +4,8 @@ n ranks that share a box and cut it, R copies of each shard, p elements of a sha
 """
 
 import math
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
 
 import torch
@@ -14,7 +14,9 @@ from research.build import layout_of
 from research.built import DTYPES
 from research.config import ModelConfig, RunConfig, degrees
 from research.mesh import Layout, Mesh
-from research.models.decoder import Decoder, specs
+from research.models.decoder import Decoder, names_of, specs
+from research.models.params import Spec
+from research.parallel.axis import staged
 from research.parallel.dp.shards import Cut
 
 Bytes = dict[str, Fraction]  # by "purpose/op/phase" of the ledger
@@ -22,21 +24,26 @@ Bytes = dict[str, Fraction]  # by "purpose/op/phase" of the ledger
 
 def traffic(config: RunConfig) -> Bytes:
     """Bytes that one rank receives in one training step for gradients and parameters, along whichever axes their copies
-    lie. Every stage is counted: a rank of pp has its own share of them."""
-    received: defaultdict[str, Fraction] = defaultdict(Fraction)
+    lie; with stages, of each label the most that a rank of one receives. Where a backward is in two passes, B and W
+    share what stands under BW here."""
     with torch.device("meta"):
         declared = specs(Decoder(config.model))
-    mesh = Mesh(degrees(config))
-    wide = torch.float64 if config.train.dtype == "float64" else torch.float32
-    grad = 2 if config.dp.grad_dtype == "bfloat16" else wide.itemsize
-    for name, spec in declared.items():
-        if spec.trained:
-            layout = layout_of(spec, mesh)
-            weight = (wide if spec.keep_float32 else DTYPES[config.train.dtype]).itemsize
-            n, copies = sharing(mesh, layout, config.dp.replicas if config.dp.zero else mesh.sizes["dp"])
-            for label, nbytes in _of_parameter(config, name, Cut(layout.local_shape(), n), copies, grad, weight):
-                received[label] += nbytes
-    return {label: nbytes for label, nbytes in received.items() if nbytes}
+    cut = staged(config)
+    held = [{stage: set(names_of(parts, declared)) for stage, parts in stages.items()} for stages in cut.stages(config)]
+    last = max(stage for stages in held for stage in stages)
+    found: Bytes = {}
+    for rank, stages in enumerate(held):
+        passes = Counter(a.stage for a in cut.program(config, rank).actions if a.kind == "F")
+        received: defaultdict[str, Fraction] = defaultdict(Fraction)
+        for name in set().union(*stages.values()):
+            if declared[name].trained:
+                holders = sum(any(name in names for names in of_rank.values()) for of_rank in held)
+                visits = {stage: passes[stage] for stage, names in stages.items() if name in names}
+                for label, nbytes in _of_parameter(config, name, declared[name], visits, last, holders):
+                    received[label] += nbytes
+        for label, nbytes in received.items():
+            found[label] = max(nbytes, found.get(label, nbytes))
+    return {label: nbytes for label, nbytes in found.items() if nbytes}
 
 
 def sharing(mesh: Mesh, layout: Layout, parts: int) -> tuple[int, int]:
@@ -47,26 +54,38 @@ def sharing(mesh: Mesh, layout: Layout, parts: int) -> tuple[int, int]:
 
 
 def _of_parameter(
-    config: RunConfig, name: str, cut: Cut, copies: int, grad: int, weight: int
+    config: RunConfig, name: str, spec: Spec, visits: Mapping[int, int], last: int, holders: int
 ) -> Iterator[tuple[str, Fraction]]:
-    dp, microbatches = config.dp, config.train.microbatches
+    """`visits`: microbatches that meet it, by stage of this rank; its gradients belong to the first of these. `last`:
+    the model's last stage. `holders`: pp coordinates that have it."""
+    dp, mesh = config.dp, Mesh(degrees(config))
+    layout = layout_of(spec, mesh)
+    n, copies = sharing(mesh, layout, dp.replicas if dp.zero else mesh.sizes["dp"])
+    cut = Cut(layout.local_shape(), n)
+    wide = torch.float64 if config.train.dtype == "float64" else torch.float32
+    grad = 2 if dp.grad_dtype == "bfloat16" else wide.itemsize
+    kept = cut.numel if dp.zero else math.prod(cut.shape)
+    yield "copies/all_reduce/BW", Fraction(2 * (holders - 1) * kept * grad, holders)
     if dp.zero == 0:
-        n = cut.n * copies
-        yield "gradients/all_reduce/BW", Fraction(2 * (n - 1) * math.prod(cut.shape) * grad, n)
+        yield "gradients/all_reduce/BW", Fraction(2 * (n * copies - 1) * kept * grad, n * copies)
         return
-    moved = Fraction((cut.n - 1) * cut.numel)  # elements of a reduce-scatter, or an all-gather
-    yield "gradients/reduce_scatter/BW", moved * grad * (microbatches if dp.zero >= 2 else 1)
+    moved = Fraction((n - 1) * cut.numel)  # elements of a reduce-scatter, or an all-gather
+    yield "gradients/reduce_scatter/BW", moved * grad * (visits[min(visits)] if dp.zero >= 2 else 1)
     yield "gradients/all_reduce/BW", Fraction(2 * (copies - 1) * cut.numel * grad, copies)
+    weight = (wide if spec.keep_float32 else DTYPES[config.train.dtype]).itemsize
     if dp.zero < 3:
         yield "parameters/all_gather/optimizer", moved * weight
         return
-    times = 1 if dp.keep_gathered else uses(config.model, name)
-    yield "parameters/all_gather/F", moved * weight * times * microbatches
-    yield "parameters/all_gather/BW", moved * weight * (not dp.keep_gathered) * microbatches
+    for stage, microbatches in visits.items():
+        times = 1 if dp.keep_gathered else uses(config.model, name, stage == 0, stage == last)
+        yield "parameters/all_gather/F", moved * weight * times * microbatches
+        yield "parameters/all_gather/BW", moved * weight * (not dp.keep_gathered) * microbatches
 
 
-def uses(c: ModelConfig, name: str) -> int:
-    """How often the unit of a parameter is gathered for one forward: the embedding and the head once more for each
-    depth of multi-token prediction, a tied embedding with the head as well."""
-    unit = name.partition(".")[0]
-    return (1 + c.mtp_depth) * (1 + (c.tied and unit == "embedding")) if unit in ("embedding", "head") else 1
+def uses(c: ModelConfig, name: str, first: bool, last: bool) -> int:
+    """How often the unit of a parameter is gathered for one forward of a stage, which may be the first or the last: the
+    head once more for each depth of multi-token prediction, as is the embedding; a tied one with the head as well."""
+    unit, heads = name.partition(".")[0], last * (1 + c.mtp_depth)
+    if unit == "embedding":
+        return first + last * c.mtp_depth + c.tied * heads
+    return heads if unit == "head" else 1

@@ -17,7 +17,7 @@ Bytes = dict[str, Fraction]  # by "purpose/op/phase" of the ledger
 def traffic(config: RunConfig) -> Bytes:
     """Bytes that the rank with most of each receives along pp in one training step: b S D elements whenever a
     microbatch enters a stage whose neighbour is elsewhere, and as many when its gradient comes back. Sums of gradients
-    between copies are not counted: they belong to the storage of parameters."""
+    between copies are in the formula of what stores them (dp)."""
     if config.pp.degree == 1:
         return {}
     element = ELEMENT_BYTES[config.train.dtype]

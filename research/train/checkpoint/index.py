@@ -87,6 +87,7 @@ def write_index(folder: Path, index: Index) -> None:
     text = json.dumps(content)
     write_atomically(folder / INDEX, f'{{"sha256": "{_digest(text)}", "content": {text}}}'.encode())
     sync(folder)
+    sync(folder.parent)  # before earlier checkpoints are pruned
     for path in folder.iterdir():
         if OWN.fullmatch(path.name) and path.name not in index.files:
             path.unlink()
