@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from research import comm
-from research.built import Built, hollow
+from research.built import SHARED, Built, hollow
 from research.config import RunConfig
 from research.mesh import Box, Group, Layout, Mesh
 from research.models import seams
@@ -48,7 +48,10 @@ def build(
                 wait = later and spec.trained
                 value = hollow(layouts[name].local_shape(), torch.float32, device) if wait else initial(name)
                 setattr(module, leaf, nn.Parameter(value, requires_grad=spec.trained))
-    stages = {n: stage for stage in sorted(here, reverse=True) for n in names_of(here[stage], declared)}
+    stages: dict[str, int] = {}
+    for stage, parts in here.items():
+        for name in names_of(parts, declared):
+            stages[name] = SHARED if name in stages else stage
     return Built(model, mesh, declared, layouts, replicas, attached, here, initial, stages, copies)
 
 

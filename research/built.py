@@ -14,6 +14,9 @@ from research.models.seams import Seams
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
+SHARED = -1  # no stage
+
+
 @dataclass(frozen=True)
 class Built:
     """The model of this rank: one or several stages. `specs`, `layouts` and `replicas` know every parameter
@@ -28,7 +31,7 @@ class Built:
     seams: Seams
     parts: dict[int, Parts]  # by stage that is here
     initial: Callable[[str], Tensor]  # a parameter's first value on this rank, padded to its local shape
-    stages: dict[str, int] = field(default_factory=dict)  # of those that are here, but not on stage 0
+    stages: dict[str, int] = field(default_factory=dict)  # of each parameter that is here; SHARED: several of them
     copies: dict[str, Group] = field(default_factory=dict)  # of those that other stages hold too: the ranks across them
 
     def first_holds(self, name: str) -> bool:

@@ -95,6 +95,11 @@ def start_all_reduce(x: Tensor, group: Group, purpose: str, op: dist.ReduceOp.Re
         return Pending(group, x, None)
     _count(group, purpose, "all_reduce", Fraction(2 * (group.size - 1) * x.numel(), group.size), x)
     with record_function(f"{group.axis}: {purpose}"):
+        if x.dtype == torch.bfloat16 and op == SUM and _by_gloo(group):
+            # It rounds at every hop; this sum rounds once.
+            wide = x.float()
+            work = dist.all_reduce(wide, op=op, group=group.process_group, async_op=True)
+            return Pending(group, x, work, wide, lambda: x.copy_(wide))
         return Pending(group, x, dist.all_reduce(x, op=op, group=group.process_group, async_op=True))
 
 
@@ -118,13 +123,17 @@ def start_reduce_scatter(x: Tensor, group: Group, purpose: str) -> Pending:
     out = x.new_empty(x.shape[1:])
     _count(group, purpose, "reduce_scatter", Fraction((group.size - 1) * out.numel()), x)
     with record_function(f"{group.axis}: {purpose}"):
-        if dist.get_backend(group.process_group) == dist.Backend.GLOO:
+        if _by_gloo(group):
             # Its own is an all-reduce of everything, and rounds bfloat16 at every hop; this sum rounds once.
             parts = torch.empty_like(x)
             work = dist.all_to_all_single(parts, x, group=group.process_group, async_op=True)
             return Pending(group, out, work, x, lambda: torch.sum(parts, 0, out=out))
         flat = x.view(-1, *out.shape[1:]) if out.dim() else x
         return Pending(group, out, _reduce_scatter(out, flat, group=group.process_group, async_op=True), x)
+
+
+def _by_gloo(group: Group) -> bool:
+    return bool(dist.get_backend(group.process_group) == dist.Backend.GLOO)
 
 
 def start_all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group, purpose: str) -> Pending:

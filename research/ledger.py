@@ -55,8 +55,10 @@ class Ledger:
     def buffers(self) -> Iterator[None]:
         """What is allocated here is for communication."""
         before, self.allocates = self.allocates, "communication"
-        yield
-        self.allocates = before
+        try:
+            yield
+        finally:
+            self.allocates = before
 
     @contextmanager
     def waiting(self, axis: str, device: torch.device) -> Iterator[None]:

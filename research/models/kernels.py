@@ -138,7 +138,10 @@ def _by_expert(rows: Tensor, w: Tensor, where: Where) -> Tensor:
 def _of_experts(dy: Tensor, rows: Tensor, where: Where) -> Tensor:
     """dy (N, O), rows (N, I) -> (E, O, I)"""
     if isinstance(where, Tensor):
-        return F.grouped_mm(dy.T, rows, offs=where)
+        dw = F.grouped_mm(dy.T, rows, offs=where)
+        if dw.is_cuda:  # some kernels leave what they find there to an expert without rows (pytorch issue 172439)
+            dw.masked_fill_((where.diff(prepend=where.new_zeros(1)) == 0)[:, None, None], 0)
+        return dw
     return torch.stack([d.T @ r for d, r in zip(dy.split(where), rows.split(where), strict=True)])
 
 

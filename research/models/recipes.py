@@ -36,13 +36,25 @@ class Recipe:
 
 def recipe_of(x: Tensor) -> Recipe | None:
     """None where x is no output of a function that can make it again, nor a view of one."""
-    context: Any = (x if x._base is None else x._base).grad_fn
-    if getattr(context, "again", None) is None:
+    context = _context(x)
+    if getattr(context, "again", None) is None or getattr(context, "stays", False):
         return None
     if not hasattr(context, "wanted"):
         context.wanted, context.made = 0, None
     context.wanted += 1
     return Recipe(context, tuple(x.shape), x.stride(), int(x.storage_offset()))
+
+
+def keep(x: Tensor) -> None:
+    """Whoever saves x from now on saves it as it is: what would make it again may be gone by then."""
+    context = _context(x)
+    if getattr(context, "again", None) is not None:
+        context.stays = True
+
+
+def _context(x: Tensor) -> Any:
+    """Of the function that has made x, or what x is a view of."""
+    return (x if x._base is None else x._base).grad_fn
 
 
 def selective() -> saved_tensors_hooks:

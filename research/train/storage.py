@@ -81,7 +81,8 @@ class Storage:
     are in (after BW, or W), and `finish_backward` at the end of the step. Other gradients arrive by themselves.
 
     Ranks must issue the same sequence of collectives, so the buckets of a stage start in their own order, whichever
-    completes first. At `end_backward` those that were not reached travel as they are.
+    completes first. At `end_backward` those that were not reached travel as they are. What several stages of a rank
+    share (`SHARED`) travels at the end of the step: no backward of one of them knows that it is the last.
     """
 
     buckets: Sequence[Bucket]

@@ -30,8 +30,8 @@ MAY_IMPORT = {
     "research.parallel.axis": "built config mesh models.batch models.kernels models.seams parallel train.action "
     "train.storage",
     # The one axis that keeps training state: its shards are a kind of storage.
-    "research.parallel.dp": "built config ledger mesh comm models.batch models.kernels models.seams parallel.dp "
-    "train.storage",
+    "research.parallel.dp": "built config ledger mesh comm models.batch models.kernels models.recipes models.seams "
+    "parallel.dp train.storage",
     "research.built": "mesh models",
     "research.build": "built config mesh comm models parallel.axis",
     # It counts the parameters of a model in its layout.

@@ -18,7 +18,7 @@ TINY = "experiments/configs/tiny.yaml"
         ),
         (
             "cp.degree=4 data.sequence=31",
-            r"data.sequence=31 must be a multiple of 8 \(2\*cp.degree, with cp.balance=zigzag",
+            r"data.sequence=31 must be a multiple of 8 \(2\*cp.degree, with cp.method=ring and cp.balance=zigzag",
         ),
         ("cp.degree=4 data.sequence=34 cp.balance=none", r"data.sequence=34 must be a multiple of 4 \(cp.degree, with"),
         ("cp.degree=4 data.sequence=3 cp.balance=none", r"data.sequence=3 must be a multiple of 4 .*; legal: 4, .."),
@@ -26,7 +26,11 @@ TINY = "experiments/configs/tiny.yaml"
             "cp.degree=2 data.sequence=31 cp.balance=striped",
             r"data.sequence=31 must be a multiple of 2 \(cp.degree, with",
         ),
-        ("cp.degree=2 data.sequence=34 cp.method=ulysses", r"data.sequence=34 must be a multiple of 4 \(2\*cp.degree"),
+        ("cp.degree=2 data.sequence=33 cp.method=ulysses", r"data.sequence=33 must be a multiple of 2 \(cp.degree"),
+        (
+            "cp.degree=4 data.sequence=36 cp.method=hybrid cp.ulysses=2",
+            r"data.sequence=36 must be a multiple of 8 \(2\*cp.degree",
+        ),
         (
             "cp.degree=3 cp.method=ulysses data.sequence=66",
             r"cp.degree=3 must divide the 8 heads of each rank \(model.heads/tp.degree\), with cp.method=ulysses",

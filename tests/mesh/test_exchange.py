@@ -1,4 +1,4 @@
-"""Messages between ranks of a group, and the even all-to-all: values, gradient, bytes."""
+"""Messages between ranks of a group, the even all-to-all, and sums in bfloat16: values, gradient, bytes."""
 
 from fractions import Fraction
 
@@ -64,3 +64,14 @@ def test_all_to_all_and_its_adjoint(ranks):
         assert torch.equal(y, mine + 100 * each) and torch.equal(grad, mine + 1000 * each)
         received = Fraction((ranks - 1) * ranks * 2 * 4, ranks)
         assert counted == ({("cp", "parts", "all_to_all", "setup"): 2 * received} if ranks > 1 else {})
+
+
+def summed(mesh):
+    """Each rank has 256 in some places and 1 in others."""
+    x = torch.where(torch.arange(100) % 5 == mesh.rank, 256, 1).bfloat16()
+    return comm.all_reduce_(x, mesh.group("cp"), "numbers").tolist(), sum(mesh.ledger.bytes.values())
+
+
+def test_a_sum_in_bfloat16_rounds_once():
+    """256 + 1 + 1 + 1 + 1, rounded at every hop, stays 256 or comes to 258."""
+    assert bodies(summed, 5) == [([260.0] * 100, 2 * 4 * 20 * 2)] * 5

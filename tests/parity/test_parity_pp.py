@@ -50,6 +50,8 @@ GRID += [
     "pp.degree=2 pp.schedule=zbv model.attention=mla model.rotary_dim=4 model.value_dim=12 model.q_latent=24",
     "pp.degree=2 cp.degree=2 pp.schedule=zbv",
     "pp.degree=2 dp.degree=2 ep.degree=2 pp.schedule=zb_h1 dp.zero=3 train.microbatches=4",
+    "pp.degree=2 dp.degree=2 pp.schedule=dualpipe model.tied=true train.microbatches=3",
+    "pp.degree=2 dp.degree=2 pp.schedule=dualpipe model.mtp_depth=1 train.microbatches=3 dp.zero=3",
     "pp.degree=2 dp.degree=2 ep.degree=2 pp.schedule=dualpipe dp.zero=2 model.tied=true train.microbatches=4",
     "pp.degree=2 dp.degree=4 dp.replicas=2 dp.zero=2 pp.schedule=zb_h2 train.microbatches=4 train.recompute=full",
     "pp.degree=2 pp.schedule=zb_h1 model.qkv_bias=true model.out_bias=true model.mlp_bias=true model.norm=sandwich",

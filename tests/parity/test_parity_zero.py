@@ -29,6 +29,8 @@ GRID = [
     f"dp.zero=2 dp.degree=2 train.bucket_mib=0.001 {IDLE}",
     f"dp.zero=3 dp.degree=2 {IDLE} train.recompute=full",
     f"dp.zero=3 dp.degree=2 {SMALL} model.tied=true model.mtp_depth=2 train.recompute=full",
+    f"dp.zero=3 dp.degree=2 {SMALL} model.mtp_depth=2 train.recompute=selective",
+    f"dp.zero=3 dp.degree=2 {SMALL} model.norm=post train.recompute=selective",
 ]
 STAGES = ["dp.zero=0", "dp.zero=1", "dp.zero=2", "dp.zero=3", "dp.zero=3 dp.keep_gathered=true"]
 LAYOUTS = [

@@ -35,10 +35,11 @@ class ContextParallel:
             yield Problem("cp.ulysses", cp.ulysses, f"is no part of cp.method={cp.method}", "1, or cp.method=hybrid")
         if cp.method == "hybrid" and cp.degree % cp.ulysses:
             yield Problem("cp.ulysses", cp.ulysses, f"must divide cp.degree={cp.degree}", divisors(cp.degree))
-        parts = 2 * cp.degree if cp.balance == "zigzag" else cp.degree
+        halved = cp.balance == "zigzag" and cp.degree > inner_degree(cp)  # each of the outer ranks holds two runs
+        parts = 2 * cp.degree if halved else cp.degree
         if cp.degree > 1 and sequence % parts:
             rule = f"must be a multiple of {parts}"
-            rule += f" ({'2*' if cp.balance == 'zigzag' else ''}cp.degree, with cp.balance={cp.balance})"
+            rule += f" ({'2*' if halved else ''}cp.degree, with cp.method={cp.method} and cp.balance={cp.balance})"
             below = sequence // parts * parts
             legal = ", ".join(str(n) for n in (below, below + parts) if n)
             yield Problem("data.sequence", sequence, rule, f"{legal}, ..")

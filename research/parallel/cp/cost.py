@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from fractions import Fraction
 
-from research.config import RunConfig, degrees, step_tokens
+from research.config import ELEMENT_BYTES, RunConfig, degrees, step_tokens
 from research.parallel.cp.plan import make_plan
 from research.parallel.cp.ulysses import copies, inner_degree
 
@@ -33,7 +33,8 @@ def traffic(config: RunConfig, rank: int | None = None) -> Bytes:
 def _layer(config: RunConfig, window: int, rank: int) -> Iterator[tuple[str, Fraction]]:
     """With full recompute the forward is repeated in backward."""
     c, cp, tokens, tp = config.model, config.cp, step_tokens(config), max(degrees(config)["tp"], 1)
-    element, wide = {"bfloat16": (2, 4), "float32": (4, 4), "float64": (8, 8)}[config.train.dtype]
+    element = ELEMENT_BYTES[config.train.dtype]
+    wide = max(element, ELEMENT_BYTES["float32"])
     forward = ["F", "BW"] if config.train.recompute == "full" else ["F"]
     u = inner_degree(cp)
     n, heads = cp.degree // u, c.heads // tp

@@ -112,7 +112,7 @@ def held(balance: Balance, sequence: int, n: int, rank: int) -> list[Run]:
     """
     if balance == "striped":
         return [Run(rank, n, sequence // n)]
-    parts = [rank, 2 * n - 1 - rank] if balance == "zigzag" else [rank]
+    parts = [rank, 2 * n - 1 - rank] if balance == "zigzag" and n > 1 else [rank]
     length = sequence // n // len(parts)
     return [Run(part * length, 1, length) for part in parts]
 

@@ -56,8 +56,8 @@ def sharing(mesh: Mesh, layout: Layout, parts: int) -> tuple[int, int]:
 def _of_parameter(
     config: RunConfig, name: str, spec: Spec, visits: Mapping[int, int], last: int, holders: int
 ) -> Iterator[tuple[str, Fraction]]:
-    """`visits`: microbatches that meet it, by stage of this rank; its gradients belong to the first of these. `last`:
-    the model's last stage. `holders`: pp coordinates that have it."""
+    """`visits`: microbatches that meet it, by stage of this rank; what several stages share is reduced once a step.
+    `last`: the model's last stage. `holders`: pp coordinates that have it."""
     dp, mesh = config.dp, Mesh(degrees(config))
     layout = layout_of(spec, mesh)
     n, copies = sharing(mesh, layout, dp.replicas if dp.zero else mesh.sizes["dp"])
@@ -70,7 +70,10 @@ def _of_parameter(
         yield "gradients/all_reduce/BW", Fraction(2 * (n * copies - 1) * kept * grad, n * copies)
         return
     moved = Fraction((n - 1) * cut.numel)  # elements of a reduce-scatter, or an all-gather
-    yield "gradients/reduce_scatter/BW", moved * grad * (visits[min(visits)] if dp.zero >= 2 else 1)
+    yield (
+        "gradients/reduce_scatter/BW",
+        moved * grad * (sum(visits.values()) if dp.zero >= 2 and len(visits) == 1 else 1),
+    )
     yield "gradients/all_reduce/BW", Fraction(2 * (copies - 1) * cut.numel * grad, copies)
     weight = (wide if spec.keep_float32 else DTYPES[config.train.dtype]).itemsize
     if dp.zero < 3:

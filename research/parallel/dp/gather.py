@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from research import comm
 from research.ledger import Ledger
+from research.models import recipes
 from research.parallel.dp.shards import Sharded
 
 ALIGNED = 64  # bytes: products want weights that start at such addresses
@@ -147,6 +148,7 @@ class Gathering:
         outputs = output if isinstance(output, tuple) else (output,)
         gradients = [t for t in outputs if isinstance(t, Tensor) and t.requires_grad]
         for t in gradients:
+            recipes.keep(t)  # another unit's backward may want it, when this one's weights are freed
             t.register_hook(lambda _: self._before_backward(units))
         if not (gradients and self._keep):
             for one in units:
