@@ -41,7 +41,7 @@ class DataParallel:
             return
         inside = dp.degree // dp.replicas * sizes["cp"] * sizes["tp"]
         folded = sizes["ep"] * sizes["etp"]
-        if inside % folded and folded % inside:
+        if dp.replicas > 1 and inside % folded and folded % inside:  # without replicas it is ep that does not fit
             rule = (
                 f"leaves {inside} ranks in a replica, which must divide ep.degree*ep.tensor={folded} or be a multiple"
             )
