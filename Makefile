@@ -34,4 +34,4 @@ gpu: setup
 	$(PY) -m experiments.gpu
 
 clean:
-	rm -rf .venv .cache results/rows results/attempts results/tables results/figures results/bench
+	rm -rf .venv .cache results/rows results/ablations results/attempts results/tables results/figures results/bench

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from experiments.command import CHECKS, devices_here, main
 from experiments.tables import show
-from research.ablation import Plan, matching, plan, read
+from research.ablation import Plan, matching, plan, read, remember
 from research.attempts import BAD, Attempt
 from research.config import ConfigError, Problem, RunConfig
 from research.launch.environment import Joined
@@ -55,6 +55,8 @@ def ablate(words: Sequence[str], where: Joined | None) -> int:
     print(f"{len(runs)} runs, {states['done']} have their row{counts}, {len(todo)} to do", flush=True)
     if given.dry:
         return _shown(whole, runs, todo if given.submit else [])
+    if runs:
+        remember(whole, runs[0].record.folder)
     if given.submit:
         return _submitted(todo)
     _run(whole, runs, todo, stand)

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from experiments.command import CHECKS
-from research.ablation import Ablation, read, why_impossible
+from research.ablation import Ablation, read, remembered, why_impossible
 from research.record import Row
 from research.report.absent import absent
 from research.report.publish import by_ablation, write_tables
@@ -55,8 +55,10 @@ def show(
     latex: bool = False,
 ) -> None:
     """Write the tables of one ablation, print the page, and say where the files are. What the table is to hold is said
-    by the ablation, which is looked up where it is not given."""
+    by the ablation: the one that is given, or what was kept of it beside the rows, or the shipped one of this name."""
     rows = by_ablation(folder)[name] if rows is None else rows
+    if ablation is None and (kept := remembered(folder, name)):
+        ablation, impossible = kept
     path = ABLATIONS / f"{name}.yaml"
     if ablation is None and path.exists():
         ablation = read(path)

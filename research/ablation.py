@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -10,6 +11,7 @@ from typing import Any
 
 from research import settings
 from research.config import Check, ConfigError, Problem, RunConfig, Scalar, replace
+from research.files import write_atomically
 
 NEEDED = ("question", "prediction", "base", "seeds")
 KEYS = (*NEEDED, "repeats", "baseline", "arms", "product", "exclude", "impossible")
@@ -41,6 +43,32 @@ class Plan:
     ablation: Ablation
     runs: list[RunConfig] = field(default_factory=list)
     impossible: dict[str, str] = field(default_factory=dict)  # arm -> the rules that it breaks
+
+
+def remember(whole: Plan, folder: str | Path) -> None:
+    """Keep what an ablation wants beside its rows, for the tables that are made of them later."""
+    told = dataclasses.asdict(whole.ablation) | {"base": str(whole.ablation.base)}
+    content = json.dumps({"ablation": told, "impossible": whole.impossible}, indent=1)
+    write_atomically(_memory(folder, whole.ablation.name), content.encode())
+
+
+def remembered(folder: str | Path, name: str) -> tuple[Ablation, dict[str, str]] | None:
+    """What was kept, and why which arms are impossible; None where nothing was. Raises ValueError naming a file that is
+    damaged."""
+    path = _memory(folder, name)
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in tree["ablation"].items()}
+        fields |= {"base": Path(fields["base"]), "arms": {arm: tuple(words) for arm, words in fields["arms"].items()}}
+        return Ablation(**fields), tree["impossible"]
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no record of an ablation: {error}") from error
+
+
+def _memory(folder: str | Path, name: str) -> Path:
+    return Path(folder) / "ablations" / f"{name}.json"
 
 
 def read(path: str | Path) -> Ablation:

@@ -19,7 +19,7 @@ DEFINITIONS = (
     "Step: median and interquartile range (IQR), warm-up left out, as in tokens/s.",
     "Peak: bytes in the fullest moment of a step, of the rank that needs most.",
     "Received: bytes of one rank in one step; each axis counts for its largest rank.",
-    "Bold: best of its kind.",
+    "Bold: best of its kind, of those that have trained on as many tokens of one text.",
 )
 
 
@@ -176,17 +176,22 @@ def _cells(
     show: Callable[[float], str],
     best: Callable[[list[float]], float] | None = None,
 ) -> list[str]:
-    """Mean, and spread over runs. Bold: the best of its kind and all that read the same, unless that is all."""
+    """Mean, and spread over runs. Bold: the best among equals and all that read the same, unless that is all."""
     means = [line.mean(of) for line in found]
     cells = [show(m) for m in means]
     bold = set()
-    for kind in {line.kind for line in found} if best else ():
-        places = [i for i, line in enumerate(found) if line.kind == kind and math.isfinite(means[i])]
+    for equal in {_equals(line) for line in found} if best else ():
+        places = [i for i, line in enumerate(found) if _equals(line) == equal and math.isfinite(means[i])]
         winners = {i for i in places if best and cells[i] == show(best([means[j] for j in places]))}
         bold |= winners if len(winners) < len(places) else set()
     spreads = [line.spread(of) for line in found]
     cells = [f"{c} ± {show(s)}" if s else c for c, s in zip(cells, spreads, strict=True)]
     return [f"**{c}**" if i in bold else c for i, c in enumerate(cells)]
+
+
+def _equals(line: Line) -> tuple[str, str, int]:
+    """Lines between which one may be called the best."""
+    return line.kind, line.rows[0].corpus, line.rows[0].tokens
 
 
 def _depth_cells(found: Sequence[Line], depth: int) -> list[str]:

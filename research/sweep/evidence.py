@@ -75,9 +75,10 @@ def last_error(output: Path) -> str:
     for start in starts[:1]:
         label = RANK.match(lines[start])
         mine = [text for text in lines[start + 1 :] if not label or text.startswith(label[0])]
-        ends = (text for text in (RANK.sub("", t) if label else t for t in mine) if not text.startswith(" "))
-        if found := next(ends, ""):
-            return found
+        told = [RANK.sub("", text) if label else text for text in mine]
+        for i, text in enumerate(told):
+            if not text.startswith(" "):  # where it announces a list, with the first entry
+                return " ".join([text, *(t.strip() for t in told[i + 1 : i + 2] if text.endswith(":"))])
     return last_line([RANK.sub("", text) for text in lines])
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments import ablate
+from experiments import ablate, tables
 from research import attempts
 from research.record import load
 from research.sweep import keep as keeping
@@ -100,6 +100,21 @@ def test_a_dry_look_runs_nothing_and_shows_where_arms_stand(ablation, command: C
     lines = [line for line in capsys.readouterr().out.splitlines() if "│" in line]
     cells = {c[0]: c[2] for c in ([c.strip() for c in line.strip("│ ").split("│")] for line in lines)}
     assert cells == {"one": "done", "bad": "failed", "two": "pending", "tp3": "impossible"}
+
+
+def test_tables_made_later_hold_what_the_ablation_wants(ablation, command: Command, tmp_path, capsys) -> None:
+    """Order, baseline, why an arm is impossible, and arms that never ran; whoever has the folder has no other file."""
+    arms: dict[str, list[str]] = {"two": [], "tp3": ["tp.degree=3"], "one": [], "later": []}
+    path = ablation(name="own", arms=arms, impossible=["tp3"], baseline="one")
+    assert command(path, "--only", "one,two")[0] == 0
+    page = tmp_path / "results" / "tables" / "own.md"
+    made = page.read_bytes()
+    path.unlink()
+    assert tables.main([str(tmp_path / "results")]) == 0 and page.read_bytes() == made
+    assert b"over one" in made and b"tp.degree=3 must divide" in made and b"later [2]" in made
+    (tmp_path / "results" / "ablations" / "own.json").write_text("{}")
+    capsys.readouterr()
+    assert tables.main([str(tmp_path / "results")]) == 1 and "is no record of an ablation" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

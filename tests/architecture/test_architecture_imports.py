@@ -37,7 +37,7 @@ MAY_IMPORT = {
     # It counts the parameters of a model in its layout.
     "research.parallel.dp.cost": "build built config mesh models parallel.axis parallel.dp.shards",
     "research.launch": "config ledger launch",
-    "research.ablation": "config settings",
+    "research.ablation": "config settings files",
     "research.attempts": "config settings files record",
     "research.sweep": "ablation attempts config mesh record sweep",
     "research.train.action": "",

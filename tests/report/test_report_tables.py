@@ -68,6 +68,12 @@ def test_depths_have_columns_where_there_are_any(rows, make_row):
     assert [cells(page, arm)["of depth 2 (nats)"] for arm in ("one", "ahead")] == ["–", "4.0000"]
 
 
+def test_nothing_is_best_that_has_trained_on_more(rows):
+    longer = [dataclasses.replace(r, tokens=2 * r.tokens) if r.arm == "dp4" else r for r in rows]
+    page = markdown(longer, "axes", ORDER)
+    assert [cells(page, arm)["tokens/s"] for arm in ORDER] == ["1,000", "**1,810**", "2,500"]
+
+
 def test_best_is_bold_and_equals_are_not(rows):
     page = markdown(rows, "axes", ORDER)
     assert [cells(page, arm)["tokens/s"] for arm in ORDER] == ["1,000", "1,810", "**2,500**"]

@@ -28,7 +28,7 @@ ARRAY = {
 OTHERS = {
     "breaks": [TWO, "train.lr=1e300"],
     "two_nodes": [TWO, "slurm.nodes=2"],
-    "endless": ["train.steps=1000000", "slurm.minutes=1"],
+    "endless": ["train.steps=1000000", "slurm.minutes=30"],
     "stopped": [TWO, f"train.steps={STEPS}", "checkpoint.every=1000"],
     "held": ["slurm.options=[--hold]"],
 }
