@@ -43,17 +43,7 @@ def read_config(theirs: Mapping[str, Any], what: str = "config.json") -> tuple[s
     kind = str(theirs.get("model_type"))
     if kind not in FAMILIES:
         raise WeightsError(what, [Problem("model_type", kind, "is not a known family", ", ".join(FAMILIES))])
-    family, problems = FAMILIES[kind], list[Problem]()
-    theirs = {family.aliases.get(k, k): v for k, v in theirs.items()}
-    values: Values = dict(family.settled)
-    for name, key in family.keys.items():
-        value = theirs.get(name)
-        if value is None and key.default is REQUIRED:
-            problems.append(Problem(name, None, "is missing"))
-        values |= dict.fromkeys(key.ours, key.default if value is None else value)
-    for codec in family.codecs:
-        values |= codec.read(theirs, problems)
-    problems += _unsupported(theirs, family)
+    values, problems = _values(theirs, FAMILIES[kind])
     if problems:  # what follows from a missing key is no second problem
         values = {k: v for k, v in values.items() if v is not None and v is not REQUIRED}
     try:
@@ -64,6 +54,21 @@ def read_config(theirs: Mapping[str, Any], what: str = "config.json") -> tuple[s
     if problems:
         raise WeightsError(what, problems)
     return kind, model
+
+
+def _values(theirs: Mapping[str, Any], family: Family) -> tuple[Values, list[Problem]]:
+    """Keys of `model` that a config.json sets, whatever rule they break, and what of it cannot be read."""
+    problems = list[Problem]()
+    theirs = {family.aliases.get(k, k): v for k, v in theirs.items()}
+    values: Values = dict(family.settled)
+    for name, key in family.keys.items():
+        value = theirs.get(name)
+        if value is None and key.default is REQUIRED:
+            problems.append(Problem(name, None, "is missing"))
+        values |= dict.fromkeys(key.ours, key.default if value is None else value)
+    for codec in family.codecs:
+        values |= codec.read(theirs, problems)
+    return values, problems + _unsupported(theirs, family)
 
 
 def _unsupported(theirs: Mapping[str, Any], family: Family) -> list[Problem]:
@@ -98,27 +103,28 @@ def write_config(model: ModelConfig, kind: str, positions: int) -> Values:
 
 
 def misfits(model: ModelConfig, kind: str) -> list[Problem]:
-    """What of a model a family cannot say: keys that are not read back as they were written."""
-    try:
-        _, back = read_config(write_config(model, kind, positions=1))
-    except WeightsError as error:
-        return error.problems
-    want, got = canonical(model), canonical(back)
+    """What of a model a family cannot say: all keys that are not read back as they were written. What was read back
+    need not be a model that follows the rules."""
+    values, unreadable = _values(write_config(model, kind, positions=1), FAMILIES[kind])
+    want, got = canonical(model), canonical(dataclasses.replace(ModelConfig(), **values))
     follows = _idle(want) | _idle(got)  # what means something to one of both only, because another key differs
-    return [
+    differ = [
         Problem(f"model.{f.name}", value, f"is not possible in {kind}", str(getattr(got, f.name)).lower())
         for f in dataclasses.fields(ModelConfig)
         if (value := getattr(want, f.name)) != getattr(got, f.name) and f.name not in follows
     ]
+    return differ or unreadable
 
 
 def family_of(model: ModelConfig) -> str:
-    """The first family that the model fits; raises WeightsError with what keeps it from the nearest one."""
+    """The first family that the model fits; raises WeightsError with what keeps it from the nearest one, which is dense
+    or not as the model is."""
     found = {kind: misfits(model, kind) for kind in FAMILIES}
-    kind = min(found, key=lambda k: len(found[k]))
-    if found[kind]:
-        raise WeightsError(f"the model, which fits no family; nearest is {kind}", found[kind])
-    return kind
+    if fits := [kind for kind in FAMILIES if not found[kind]]:
+        return fits[0]
+    alike = [k for k, family in FAMILIES.items() if (family.settled.get("experts") == 0) == (model.experts == 0)]
+    kind = min(alike, key=lambda k: len(found[k]))
+    raise WeightsError(f"the model, which fits no family; nearest is {kind}", found[kind])
 
 
 def canonical(model: ModelConfig) -> ModelConfig:

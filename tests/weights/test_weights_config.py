@@ -174,7 +174,6 @@ def test_all_problems_at_once():
 @pytest.mark.parametrize(
     "changes, family, told",
     [
-        ({}, None, "the model, which fits no family; nearest is "),
         ({"model.experts": 0, "model.norm": "sandwich"}, None, "model.norm=sandwich is not possible in llama"),
         (
             {"model.experts": 0, "model.qk_norm": "head"},
@@ -206,3 +205,24 @@ def test_what_a_family_cannot_say(changes, family, told):
     else:
         with pytest.raises(WeightsError, match=told):
             family_of(model_of(changes))
+
+
+def test_the_nearest_family_is_dense_or_not_as_the_model_is():
+    """Of a dense one a single key differs, `experts`."""
+    assert len(misfits(ModelConfig(), "llama")) == 1
+    with pytest.raises(WeightsError) as error:
+        family_of(ModelConfig())
+    assert str(error.value).splitlines() == [
+        "2 problems with the model, which fits no family; nearest is qwen3_moe:",
+        "  - model.qk_norm=none is not possible in qwen3_moe; legal: head",
+        "  - model.shared_experts=1 is not possible in qwen3_moe; legal: 0",
+    ]
+    with pytest.raises(WeightsError, match="nearest is llama"):
+        family_of(ModelConfig(experts=0, norm="post"))
+
+
+def test_all_misfits_are_listed_though_what_is_read_back_breaks_a_rule():
+    """Latent attention needs rotary_dim, which this model has no use for."""
+    assert [p.key for p in misfits(ModelConfig(), "deepseek_v2")] == ["model.attention", "model.normalize_weights"]
+    scaled = ModelConfig(experts=0, rope_scaling="linear", rope_factor=2.0, qkv_bias=True)
+    assert [p.key for p in misfits(scaled, "phi3")] == ["model.qkv_bias", "model.rope_scaling"]
