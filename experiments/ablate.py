@@ -128,7 +128,7 @@ def _run(whole: Plan, runs: Sequence[RunConfig], todo: Sequence[RunConfig], stan
                 board.say("    another process is at it")
             elif attempt.state == "done":
                 row = read_row(row_path(config.record.folder, run_id(config)))
-                board.say(f"    loss {row.loss:.4f}, {row.tokens_per_s:,.0f} tokens/s, {row.wall_s:.0f} s")
+                board.say(f"    loss {row.loss:.4f}, {row.speed}, {row.wall_s:.0f} s")
             else:
                 board.say(f"    {attempt.reason}; what it printed: {folder / 'output.txt'}")
 

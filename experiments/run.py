@@ -57,7 +57,7 @@ def _failure(error: Exception, where: Joined | None) -> Failure:
 def _report(row: Row, config: RunConfig) -> None:
     skipped = f", {row.skipped_steps} of {len(row.losses)} steps skipped" if row.skipped_steps else ""
     print(f"loss {row.loss:.4f}, unigram entropy of the corpus {row.unigram_entropy:.4f} nats a token{skipped}")
-    print(f"{row.tokens_per_s:,.0f} tokens/s, {row.step_ms:.1f} ms a step")
+    print(row.speed + (f", {row.step_ms:.1f} ms a step" if row.timed_steps else ""))
     print(row_path(config.record.folder, row.run_id))
     if row.resumed_step:
         print(f"resumed after step {row.resumed_step} from {row.resumed_from}")

@@ -88,6 +88,11 @@ class Row:
     resumed_from: str = ""  # that checkpoint
     bits_per_byte: float | None = None  # of the held-out text; None where token files do not tell its bytes
 
+    @property
+    def speed(self) -> str:
+        """As people are told."""
+        short = "too few steps to time: record.warmup_steps are left out"
+        return f"{self.tokens_per_s:,.0f} tokens/s" if self.timed_steps else short
 
 def config_hash(config: Mapping[str, Mapping[str, Value]]) -> str:
     """Eight hex digits that change when what is computed or measured changes."""

@@ -87,7 +87,8 @@ class Board:
 
 def _numbers_of_row(config: RunConfig) -> tuple[str, ...]:
     row = read(row_path(config.record.folder, run_id(config)))
-    return f"{len(row.losses)}/{config.train.steps}", f"{row.tokens_per_s:,.0f}", f"{row.loss:.4f}"
+    speed = f"{row.tokens_per_s:,.0f}" if row.timed_steps else ""
+    return f"{len(row.losses)}/{config.train.steps}", speed, f"{row.loss:.4f}"
 
 
 def _numbers_of_progress(config: RunConfig) -> tuple[str, ...]:

@@ -246,3 +246,9 @@ def test_numbers_that_json_does_not_know_come_back(tmp_path: Path) -> None:
     assert back.loss != back.loss and back.mfu is None
     assert back.mtp_losses[0][0] == 2.0 and back.mtp_losses[0][1] != back.mtp_losses[0][1]
     assert back.grad_norms[0] == 1.0 and all(n != n for n in back.grad_norms[1:])
+
+
+def test_a_run_that_was_all_warm_up_tells_no_speed() -> None:
+    assert row("a", tokens_per_s=1234.5).speed == "1,234 tokens/s"
+    short = row("b", tokens_per_s=float("nan"), timed_steps=0)
+    assert short.speed == "too few steps to time: record.warmup_steps are left out"

@@ -74,3 +74,12 @@ def test_without_a_terminal_a_line_now_and_then(runs: list[RunConfig], monkeypat
         assert out.getvalue() == "    step 12/30, loss 3.210, 456 tokens/s\n"
         shown.refresh(runs[3])
     assert out.getvalue().count("\n") == 1
+
+
+def test_a_run_that_was_all_warm_up_tells_no_speed(runs: list[RunConfig], tmp_path: Path) -> None:
+    short = dataclasses.replace(TEMPLATE, run_id=run_id(runs[0]), arm="done", tokens_per_s=float("nan"), timed_steps=0)
+    write(short, tmp_path)
+    shown, out = board(runs, terminal=True)
+    with shown:
+        shown.say("")
+    assert "done" in out.getvalue() and "nan" not in out.getvalue()
