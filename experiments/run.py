@@ -24,17 +24,18 @@ from research.launch.local import RankError
 from research.record import Row, row_path
 from research.sweep.evidence import last_line
 from research.sweep.scheduler import requeue
-from research.train.checkpoint.choice import OWN, changed_since, folder_of, resumed_from, weights_from
+from research.train.checkpoint.choice import OWN, folder_of, resumed_from, told_start, weights_from
 from research.train.checkpoint.index import newest
 from research.train.run import run
 
 
 def train(words: Sequence[str], where: Joined | None) -> int:
     config = read_config(words, where)
-    source = resumed_from(config) or weights_from(config)
-    if source is not None and (where is None or where.place.rank == 0):
-        changed = [f"\n  {line}" for line in changed_since(config, source)]
-        print(f"starts from {source}{''.join(changed)}", file=sys.stderr)
+    resumed = resumed_from(config, verify=where is None)
+    weights = None if resumed else weights_from(config)
+    if where is None or where.place.rank == 0:
+        for line in told_start(config, resumed, weights):
+            print(line, file=sys.stderr)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a notice before or after training is nothing to die of
     try:
         row = launch(partial(run, config), config, where)

@@ -94,12 +94,18 @@ class Row:
         short = "too few steps to time: record.warmup_steps are left out"
         return f"{self.tokens_per_s:,.0f} tokens/s" if self.timed_steps else short
 
-def config_hash(config: Mapping[str, Mapping[str, Value]]) -> str:
-    """Eight hex digits that change when what is computed or measured changes."""
+
+def identity_of(config: Mapping[str, Mapping[str, Value]]) -> dict[str, Value]:
+    """The keys that say what is computed or measured."""
     what = {key: meaning(value) for key, value in flat(config) if key not in NOT_IDENTITY}
     if what.get("checkpoint.resume") in SAME_RUN:
         what["checkpoint.resume"] = ""
-    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:8]
+    return what
+
+
+def config_hash(config: Mapping[str, Mapping[str, Value]]) -> str:
+    """Eight hex digits that change when what is computed or measured changes."""
+    return hashlib.sha256(json.dumps(identity_of(config), sort_keys=True).encode()).hexdigest()[:8]
 
 
 def meaning(value: Value) -> Value:

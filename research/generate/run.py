@@ -41,7 +41,7 @@ def generate(
         try:
             source.verify(place.rank, place.world)
         except DamagedError as error:
-            raise ConfigError([Problem(str(source.place), None, str(error))]) from error
+            raise ConfigError([Problem("checkpoint", None, str(error))]) from error
         built = load(source, config, mesh, device)
         generation = Generation(built, config, prompts, ends, vocab)
         begin = time.perf_counter()

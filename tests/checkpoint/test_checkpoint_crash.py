@@ -223,7 +223,7 @@ def test_a_damaged_file_is_named_and_the_one_before_offered(tmp_path, damage, ki
     with pytest.raises(CheckpointError) as caught:
         ONE.load(last, pieces, lambda name: True)
     head, line = str(caught.value).splitlines()
-    assert head == f"checkpoint {last}: it is damaged:" and line.startswith(f"  - {path} ") and told in line
+    assert head == f"{last} is damaged:" and line.startswith(f"  - {path} ") and told in line
     assert line.endswith(f"; the complete checkpoint before it is {step_folder(tmp_path, 2)}")
     assert all((p.tensor == -1).all() for p in pieces), "half loaded"
     rest = step_folder(tmp_path, 2)
@@ -231,6 +231,32 @@ def test_a_damaged_file_is_named_and_the_one_before_offered(tmp_path, damage, ki
         rewritten(file, lambda b: b[:-1])
     with pytest.raises(CheckpointError, match=f"before it is {step_folder(tmp_path, 1)}$"):
         ONE.load(last, pieces, lambda name: True)
+    with pytest.raises(CheckpointError, match=f"before it is {step_folder(tmp_path, 1)}$"):
+        ONE.load(rest, pieces, lambda name: True)
+
+
+def test_one_after_a_damaged_one_is_offered_where_there_is_none_before(tmp_path):
+    for step in (1, 2, 3):
+        save(tmp_path, step, step, keep=3)
+    first = step_folder(tmp_path, 1)
+    rewritten(next(first.glob("*-rest.safetensors")), flipped)
+    with pytest.raises(CheckpointError, match=f"the complete checkpoint after it is {step_folder(tmp_path, 2)}$"):
+        ONE.load(first, holding(-1), lambda name: True)
+
+
+def test_each_damaged_file_is_named_once(configure, tmp_path):
+    """By ranks that verify one file each."""
+    config = configure("dp.degree=2", "checkpoint.every=3", "train.steps=3", f"checkpoint.folder={tmp_path}/c")
+    start(partial(run, config), 2, config.launch, 60.0)
+    files = sorted(newest(tmp_path / "c").glob("*.safetensors"))
+    for path in files:
+        rewritten(path, flipped)
+    config = replace(config, {"checkpoint.resume": "latest", "train.steps": 6})
+    with pytest.raises(ConfigError) as caught:
+        start(partial(run, config), 2, config.launch, 60.0)
+    _, head, *lines = str(caught.value).splitlines()
+    assert head == f"  - checkpoint.resume=latest cannot be followed: {newest(tmp_path / 'c')} is damaged:"
+    assert sorted(line.split()[1] for line in lines) == [str(f) for f in files]
 
 
 def test_weights_alone_do_not_need_the_other_files(tmp_path):

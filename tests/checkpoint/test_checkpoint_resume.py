@@ -282,9 +282,12 @@ def test_what_a_config_cannot_start_from(configure, tmp_path):
             one(replace(config, {f"checkpoint.{k}" if "." not in k else k: v for k, v in changes.items()}))
         return [str(p) for p in caught.value.problems]
 
-    nothing = f"finds no complete checkpoint in {tmp_path}/c; legal: the folder of a checkpoint or of a run, or auto"
+    legal = "legal: the folder of a checkpoint or of a run"
+    nothing = f"cannot be followed: {tmp_path}/c does not exist; {legal}, or auto"
     assert told(resume="latest") == [f"checkpoint.resume=latest {nothing}"]
-    assert told(weights=f"{tmp_path}/x")[0].startswith(f"checkpoint.weights={tmp_path}/x holds no complete checkpoint")
+    assert told(resume=f"{tmp_path}")[0].endswith(f"{tmp_path} holds no complete checkpoint; {legal}, or auto")
+    nothing = f"cannot be followed: {tmp_path}/x does not exist; {legal}"
+    assert told(weights=f"{tmp_path}/x") == [f"checkpoint.weights={tmp_path}/x {nothing}"]
     assert one(replace(config, {"checkpoint.resume": "auto"}))[1].source is None
     save_after(config, 2)
     last = f"{tmp_path}/c/step-00000002"

@@ -63,7 +63,7 @@ def test_nothing_is_left_of_weights_that_break_off(tmp_path):
     write_weights(tmp_path, named().items(), {})
     with pytest.raises(CheckpointError, match="holds a checkpoint already"):
         write_weights(tmp_path, named().items(), {})
-    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
+    with pytest.raises(CheckpointError, match="nowhere does not exist; legal: the folder of a checkpoint or of a run$"):
         StoredWeights(tmp_path / "nowhere")
 
 
@@ -101,6 +101,76 @@ def test_a_run_starts_from_imported_weights(configure, tmp_path):
     resume = replace(config, {"checkpoint.weights": "", "checkpoint.resume": f"{tmp_path}/imported", "dp.degree": 1})
     with pytest.raises(ConfigError, match=r"it holds weights only; checkpoint\.weights starts a run from it"):
         Checkpoints(Trainer(resume, Mesh({}), torch.device("cpu")), "digest")
+
+
+@pytest.fixture
+def command(tmp_path, text, capsys):
+    """command("train.steps=4", ...) -> output and error of a run of one layer; its problems where it is refused."""
+    keys = {"data.path": text, "data.cache": tmp_path / "cache", "record.folder": tmp_path, "model.layers": 1}
+    words = ["experiments/configs/tiny.yaml", *(f"{k}={v}" for k, v in keys.items())]
+
+    def run(*more):
+        try:
+            assert run_command.train([*words, *more], None) == 0
+        except ConfigError as error:
+            return "", "\n".join(map(str, error.problems))
+        return capsys.readouterr()
+
+    return run
+
+
+def test_a_run_says_why_it_starts_afresh(command, tmp_path):
+    words = ("checkpoint.resume=auto", "checkpoint.every=1", "train.steps=2")
+    _, told = command(*words)
+    assert told == f"starts afresh: {tmp_path}/checkpoints/{one_name(tmp_path)} does not exist\n"
+    first = tmp_path / "checkpoints" / one_name(tmp_path)
+    rule = f"the checkpoints in {first} are of another run; keys that differ: "
+    _, told = command(*words[:2], "train.steps=3", "record.arm=x")
+    assert "does not exist" in told  # an arm is told of itself alone
+    assert command(*words[:2], "train.steps=3")[1] == f"starts afresh: {rule}train.steps 2 -> 3\n"
+    refused = command(*words[1:], "train.lr=0.5", "dp.degree=2", "checkpoint.resume=latest")[1]
+    legal = "the folder of a checkpoint or of a run, or auto"
+    differ = "dp.degree 1 -> 2, train.lr 0.003 -> 0.5"
+    assert refused == f"checkpoint.resume=latest cannot be followed: {rule}{differ}; legal: {legal}"
+    out, told = command(*words[:2], "train.steps=4", f"checkpoint.weights={first}")
+    assert told.splitlines()[1] == f"starts from {first}/step-00000002" and "keys that differ: train.steps" in told
+    assert "resumed" not in out
+
+
+def one_name(folder):
+    (row,) = (folder / "rows").glob("run-*.json")
+    return row.stem
+
+
+def test_a_damaged_checkpoint_is_named_before_anything_else(command, tmp_path):
+    """Also where it would have no step left to make."""
+    words = ("checkpoint.every=1", "train.steps=2", f"checkpoint.folder={tmp_path}/c", "checkpoint.resume=auto")
+    command(*words)
+    last, before = tmp_path / "c" / "step-00000002", tmp_path / "c" / "step-00000001"
+    assert command(*words)[1] == f"train.steps=2 are made already in {last}; legal: more than 2"
+    path = next(last.glob("*-rest.safetensors"))
+    whole = path.read_bytes()
+    for content, told in ((whole[:-1], "bytes instead of"), (whole[:-1] + b"x", "was altered")):
+        path.write_bytes(content)
+        for steps in ("2", "3"):
+            key, *lines = command(*words, f"train.steps={steps}")[1].splitlines()
+            assert key == f"checkpoint.resume=auto cannot be followed: {last} is damaged:"
+            assert len(lines) == 1 and lines[0].startswith(f"  - {path} ") and told in lines[0]
+            assert lines[0].endswith(f"; the complete checkpoint before it is {before}")
+    (last / "index.json").write_text("{")
+    cut = f"cannot be followed: {last} is damaged:\n  - {last}/index.json is truncated or was altered; the complete "
+    cut += f"checkpoint before it is {before}"
+    assert command(*words)[1] == f"checkpoint.resume=auto {cut}"
+    weights = f"checkpoint.weights={tmp_path}/c"
+    assert command("train.steps=3", weights)[1] == f"{weights} {cut}"
+    with pytest.raises(CheckpointError) as caught:
+        StoredWeights(tmp_path / "c", verify=False)
+    assert str(caught.value) == cut.removeprefix("cannot be followed: ")
+
+
+def test_a_run_of_few_steps_has_no_speed(command):
+    out, _ = command("train.steps=3")
+    assert "\ntoo few steps to time: record.warmup_steps are left out\n" in out and "nan" not in out
 
 
 def test_the_command_goes_on_in_another_layout(configure, tmp_path, capsys):

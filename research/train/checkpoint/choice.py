@@ -5,11 +5,22 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from research.config import ConfigError, Problem, RunConfig
+from research.config import ConfigError, Problem, RunConfig, text_of
 from research.files import writable
-from research.record import row_path, run_id
+from research.record import identity_of, row_path, run_id
 from research.settings import flat, to_mapping
-from research.train.checkpoint.index import CheckpointError, complete, newest, offer, read_index
+from research.train.checkpoint.index import (
+    PLACES,
+    CheckpointError,
+    absence,
+    complete,
+    damage,
+    damaged,
+    find,
+    newest,
+    open_index,
+    read_index,
+)
 
 OWN = ("latest", "auto")  # of this run's own folder
 
@@ -20,21 +31,22 @@ def folder_of(config: RunConfig) -> Path:
     return Path(chosen) if chosen else Path(config.record.folder) / "checkpoints" / run_id(config)
 
 
-def resumed_from(config: RunConfig) -> Path | None:
+def resumed_from(config: RunConfig, verify: bool = False) -> Path | None:
     """The checkpoint that this run goes on from; None: it starts anew.
 
     Raises ConfigError where there is none although one is asked for, where it is damaged or has all steps made, and
-    where this run would write its checkpoints among those of another one.
+    where this run would write its checkpoints among those of another one. Ranks hold files to their checksums when they
+    load them; `verify`: here it is done where nothing would be loaded.
     """
     c, own = config.checkpoint, folder_of(config)
-    found = newest(own if c.resume in OWN else Path(c.resume)) if c.resume else None
+    place = own if c.resume in OWN else Path(c.resume)
+    found = newest(place) if c.resume else None
     problems = []
     if c.resume and c.resume != "auto" and found is None:
-        place = own if c.resume == "latest" else c.resume
-        rule = f"finds no complete checkpoint in {place}"
-        problems.append(Problem("checkpoint.resume", c.resume, rule, "the folder of a checkpoint or of a run, or auto"))
+        rule = f"cannot be followed: {_none_of_its_own(config) if place == own else f'{place} {absence(place)}'}"
+        problems.append(Problem("checkpoint.resume", c.resume, rule, f"{PLACES}, or auto"))
     if found is not None:
-        problems += _unusable(config, found)
+        problems += _unusable(config, found, verify)
     others = [p for p in complete(own) if c.every and (found is None or found.parent.resolve() != own.resolve())]
     if others:
         rule = f"would write among the checkpoints of an earlier run, the last of them {others[-1]}"
@@ -45,14 +57,16 @@ def resumed_from(config: RunConfig) -> Path | None:
     return found
 
 
-def _unusable(config: RunConfig, found: Path) -> Iterator[Problem]:
+def _unusable(config: RunConfig, found: Path, verify: bool) -> Iterator[Problem]:
     try:
-        done = read_index(found).state.get("step", -1)
+        index = open_index(found)
+        done, steps = index.state.get("step", -1), config.train.steps
+        if done >= steps:  # only a whole one has made them
+            if wrong := list(damage(found, index.files, index.files, contents=verify)):
+                raise damaged(found, wrong)
+            yield Problem("train.steps", steps, f"are made already in {found}", f"more than {done}")
     except CheckpointError as error:
-        yield Problem("checkpoint.resume", config.checkpoint.resume, f"is damaged: {error}{offer(found)}")
-        return
-    if done >= (steps := config.train.steps):
-        yield Problem("train.steps", steps, f"are made already in {found}", f"more than {done}")
+        yield Problem("checkpoint.resume", config.checkpoint.resume, f"cannot be followed: {error}")
 
 
 def reopen(config: RunConfig) -> None:
@@ -75,15 +89,51 @@ def changed_since(config: RunConfig, checkpoint: Path) -> Iterator[str]:
             yield f"{name}={value} was {before[name]}"
 
 
+def told_start(config: RunConfig, resumed: Path | None, weights: Path | None) -> Iterator[str]:
+    """Lines on what a run starts from, as `resumed_from` and `weights_from` say."""
+    if config.checkpoint.resume == "auto" and resumed is None:
+        yield f"starts afresh: {_none_of_its_own(config)}"
+    if source := resumed or weights:
+        yield f"starts from {source}"
+        yield from (f"  {line}" for line in changed_since(config, source))
+
+
+def _none_of_its_own(config: RunConfig) -> str:
+    """That a run has no checkpoint to go on from. The name of its folder changes with every key that changes a result:
+    where one that was called alike has checkpoints, these keys are named, of the one that differs least."""
+    own = folder_of(config)
+    name, _, _ = own.name.rpartition("-")
+    alike = [] if config.checkpoint.folder else [p for p in own.parent.glob("*") if p.name.rpartition("-")[0] == name]
+    told = {}
+    for checkpoint in filter(None, map(newest, sorted(alike, key=lambda p: p.stat().st_mtime, reverse=True))):
+        with contextlib.suppress(CheckpointError):
+            told[checkpoint.parent] = list(_differences(config, checkpoint))
+    if not told:
+        return f"{own} {absence(own)}"
+    like = min(told, key=lambda folder: len(told[folder]))
+    return f"the checkpoints in {like} are of another run; keys that differ: {', '.join(told[like])}"
+
+
+def _differences(config: RunConfig, checkpoint: Path) -> Iterator[str]:
+    """Keys that make another run of it; one that only one of both knows is null in the other."""
+    before, now = (identity_of(c) for c in (read_index(checkpoint).state["config"], to_mapping(config)))
+    for name in {**before, **now}:
+        if (was := before.get(name)) != (value := now.get(name)):
+            yield f"{name} {text_of(was)} -> {text_of(value)}"
+
+
 def weights_from(config: RunConfig) -> Path | None:
-    """The checkpoint whose weights replace the initial ones. Raises ConfigError where there is none."""
+    """The checkpoint whose weights replace the initial ones. Raises ConfigError where there is none, or its index is
+    damaged."""
     place = config.checkpoint.weights
-    if place and (found := newest(Path(place))) is not None:
-        return found
-    if place:
-        legal = "the folder of a checkpoint or of a run"
-        raise ConfigError([Problem("checkpoint.weights", place, "holds no complete checkpoint", legal)])
-    return None
+    if not place:
+        return None
+    try:
+        found = find(Path(place))
+        open_index(found)
+    except CheckpointError as error:
+        raise ConfigError([Problem("checkpoint.weights", place, f"cannot be followed: {error}")]) from error
+    return found
 
 
 def problems(config: RunConfig) -> Iterator[Problem]:

@@ -19,6 +19,8 @@ from research.files import sync, write_atomically
 from research.mesh import Box
 
 INDEX = "index.json"
+LISTED = 20  # problems in one message
+PLACES = "the folder of a checkpoint or of a run"
 OWN = re.compile(
     r"[0-9a-f]{8}-\d{5}-(weights|rest)\.safetensors|\.index\.json\..*"
 )  # files that saves make, but the index
@@ -33,6 +35,13 @@ class CheckpointError(ValueError):
 
 class DamagedError(CheckpointError):
     """A checkpoint that is not whole."""
+
+
+def told(problems: Iterable[str]) -> str:
+    """Problems as a list, each once, the first ones of many."""
+    lines = list(dict.fromkeys(problems))
+    more = [f"and {len(lines) - LISTED} more"] if len(lines) > LISTED else []
+    return "".join(f"\n  - {line}" for line in [*lines[:LISTED], *more])
 
 
 @dataclass(frozen=True)
@@ -127,20 +136,37 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def damage(folder: Path, names: Iterable[str], files: Mapping[str, File]) -> Iterator[str]:
-    """What is wrong with these files, each named; all of their bytes are read."""
+def damage(folder: Path, names: Iterable[str], files: Mapping[str, File], contents: bool = True) -> Iterator[str]:
+    """What is wrong with these files, each named. With `contents` all of their bytes are read; sizes alone tell what is
+    missing or was cut short."""
     for name in names:
         path, wanted = folder / name, files[name]
         try:
             nbytes = path.stat().st_size
             if nbytes != wanted.nbytes:
                 yield f"{path} has {nbytes} bytes instead of {wanted.nbytes}"
-                continue
-            with path.open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != wanted.sha256:
-                    yield f"{path} was altered: its checksum differs"
+            elif contents and _checksum(path) != wanted.sha256:
+                yield f"{path} was altered: its checksum differs"
         except OSError as error:
             yield f"{path} cannot be read: {error.strerror}"
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def damaged(checkpoint: Path, problems: Iterable[str]) -> DamagedError:
+    return DamagedError(f"{checkpoint} is damaged:{told(problems)}{_offer(checkpoint)}")
+
+
+def open_index(checkpoint: Path) -> Index:
+    """The index of the checkpoint that somebody asked for. Raises CheckpointError; of damage with what to use
+    instead."""
+    try:
+        return read_index(checkpoint)
+    except DamagedError as error:
+        raise damaged(checkpoint, [str(error)]) from None
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -197,11 +223,30 @@ def newest(place: Path) -> Path | None:
     return found[-1] if found else None
 
 
-def offer(checkpoint: Path) -> str:
-    """What to use instead of a damaged checkpoint: the complete one before it, as far as names and sizes tell."""
-    others = [p for p in complete(checkpoint.parent) if p != checkpoint]
-    for path in reversed(others):
-        with contextlib.suppress(CheckpointError, OSError):
-            if all((path / name).stat().st_size == f.nbytes for name, f in read_index(path).files.items()):
-                return f"; the complete checkpoint before it is {path}"
+def find(place: Path, legal: str = PLACES) -> Path:
+    """As `newest`. Raises CheckpointError where there is none."""
+    checkpoint = newest(place)
+    if checkpoint is None:
+        raise CheckpointError(f"{place} {absence(place)}; legal: {legal}")
+    return checkpoint
+
+
+def absence(place: Path) -> str:
+    """Why a path means no checkpoint."""
+    if not place.exists():
+        return "does not exist"
+    return "holds no complete checkpoint" if place.is_dir() else "is no folder"
+
+
+def _offer(checkpoint: Path) -> str:
+    """What to use instead of a damaged checkpoint: the complete one before it, or else after it, as far as names and
+    sizes tell."""
+    beside = complete(checkpoint.parent)
+    at = next((i for i, p in enumerate(beside) if p.samefile(checkpoint)), len(beside))
+    for where, others in (("before", beside[:at][::-1]), ("after", beside[at + 1 :])):
+        for path in others:
+            with contextlib.suppress(CheckpointError):
+                files = read_index(path).files
+                if not any(damage(path, files, files, contents=False)):
+                    return f"; the complete checkpoint {where} it is {path}"
     return "; there is no other complete checkpoint beside it"

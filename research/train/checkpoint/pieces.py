@@ -32,9 +32,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from research.mesh import Box
-from research.train.checkpoint.index import CheckpointError
-
-LISTED = 20  # problems in one message
+from research.train.checkpoint.index import CheckpointError, told
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,13 +65,6 @@ class Piece:
 def boxed(box: Box) -> str:
     """A box as slices are written."""
     return f"[{', '.join(f'{offset}:{offset + size}' for offset, size in box)}]"
-
-
-def told(problems: Iterable[str]) -> str:
-    """Problems as a list, each once, the first ones of many."""
-    lines = list(dict.fromkeys(problems))
-    more = [f"and {len(lines) - LISTED} more"] if len(lines) > LISTED else []
-    return "".join(f"\n  - {line}" for line in [*lines[:LISTED], *more])
 
 
 class Planned(NamedTuple):

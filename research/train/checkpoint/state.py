@@ -15,8 +15,8 @@ import torch
 from research.config import RunConfig
 from research.mesh import Group
 from research.settings import flat, to_mapping
-from research.train.checkpoint.index import CheckpointError, read_index
-from research.train.checkpoint.pieces import Piece, told
+from research.train.checkpoint.index import CheckpointError, read_index, told
+from research.train.checkpoint.pieces import Piece
 from research.train.checkpoint.storage import WEIGHT
 from research.train.checkpoint.transfer import Ranks, matching
 from research.train.checkpoint.whole import read_tensor

@@ -43,7 +43,7 @@ from research.train.checkpoint.index import (
     stored_name,
     write_index,
 )
-from research.train.checkpoint.pieces import slices, told
+from research.train.checkpoint.pieces import slices
 from research.train.checkpoint.tensor_file import Pace, write_file
 
 WEIGHT = "weight/"  # of names of weights; their files hold nothing else, so that they can be read without the rest
@@ -151,7 +151,7 @@ class Reader(StorageReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         if problems := list(damage(self._folder, self._mine, self._index.files)):
-            raise DamagedError(f"it is damaged:{told(problems)}")
+            raise DamagedError("\n".join(problems))
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:

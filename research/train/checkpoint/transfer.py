@@ -20,13 +20,14 @@ from research.train.checkpoint.index import (
     CheckpointError,
     DamagedError,
     complete,
+    damaged,
     number_of,
-    offer,
+    open_index,
     prune,
-    read_index,
     step_folder,
+    told,
 )
-from research.train.checkpoint.pieces import Loads, Piece, Saves, told
+from research.train.checkpoint.pieces import Loads, Piece, Saves
 from research.train.checkpoint.storage import Reader, Writer, new_number
 from research.train.checkpoint.tensor_file import Pace
 
@@ -75,10 +76,9 @@ class Ranks:
         misshapen, of another dtype, or stored though no rank wants them (of those that are `expected`); or with
         the damaged files by name, and the complete checkpoint before this one.
         """
+        index = open_index(folder)
+        reader = Reader(folder, index, [n for n in index.tensors if expected(n)], self.rank, self.world)
         try:
-            index = read_index(folder)
-            names = [n for n in index.tensors if expected(n)]
-            reader = Reader(folder, index, names, self.rank, self.world)
             self._together(
                 lambda: state_dict_loader.load(
                     {},
@@ -89,7 +89,7 @@ class Ranks:
                 )
             )
         except DamagedError as error:
-            raise DamagedError(f"checkpoint {folder}: {error}{offer(folder)}") from None
+            raise damaged(folder, str(error).splitlines()) from None
         except CheckpointError as error:
             raise CheckpointError(f"checkpoint {folder}: {error}") from None
         return index.state
@@ -100,10 +100,11 @@ class Ranks:
             return body()
         except CheckpointException as error:
             causes = {rank: cause for rank, (cause, _) in error.failures.items()}
-            kind = DamagedError if any(isinstance(c, DamagedError) for c in causes.values()) else CheckpointError
+            if lines := [str(c) for c in causes.values() if isinstance(c, DamagedError)]:
+                raise DamagedError("\n".join(lines)) from error
             if len(texts := {_text(c) for c in causes.values()}) == 1:
-                raise kind(texts.pop()) from error
-            raise kind(told(f"rank {rank}: {_text(c)}" for rank, c in causes.items())) from error
+                raise CheckpointError(texts.pop()) from error
+            raise CheckpointError(told(f"rank {rank}: {_text(c)}" for rank, c in causes.items())) from error
 
 
 def _text(cause: BaseException) -> str:

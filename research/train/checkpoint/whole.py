@@ -13,17 +13,17 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from research.mesh import Box
 from research.train.checkpoint.index import (
     CheckpointError,
-    DamagedError,
     Entry,
     File,
     Index,
     damage,
+    damaged,
+    find,
     newest,
-    offer,
-    read_index,
+    open_index,
     write_index,
 )
-from research.train.checkpoint.pieces import slices, told
+from research.train.checkpoint.pieces import slices
 from research.train.checkpoint.storage import WEIGHT, metadata_of, read
 from research.train.checkpoint.tensor_file import Pace, write_file
 
@@ -34,26 +34,23 @@ class StoredWeights:
     """The weights of a checkpoint by their full names, whatever layout wrote them.
 
     `place` is the folder of a checkpoint or of a run, whose newest one is taken. Raises CheckpointError where there is
-    none, or where a file is damaged."""
+    none, or where a file is damaged; without `verify`, where its size tells."""
 
     def __init__(self, place: str | Path, verify: bool = True) -> None:
-        found = newest(Path(place))
-        if found is None:
-            raise CheckpointError(f"{place} holds no complete checkpoint")
-        self.folder, self._index = found, read_index(found)
+        self.folder = find(Path(place))
+        self._index = open_index(self.folder)
         self.config: Mapping[str, Any] = self._index.state["config"]  # sections of keys, as a row has them
         self.entries: Mapping[str, Entry] = {
             name.removeprefix(WEIGHT): e for name, e in self._index.tensors.items() if name.startswith(WEIGHT)
         }
         self.corpus: str | None = self._index.state.get("corpus")  # digest; None where no run of ours wrote it
-        if verify:
-            self.verify()
+        self.verify(contents=verify)
 
-    def verify(self, part: int = 0, parts: int = 1) -> None:
-        """Read every file, or this part of them, against its checksum."""
+    def verify(self, part: int = 0, parts: int = 1, contents: bool = True) -> None:
+        """Hold every file, or this part of them, to its size, and by `contents` to its checksum."""
         used = sorted({file for e in self.entries.values() for file in e.boxes.values()})[part::parts]
-        if problems := list(damage(self.folder, used, self._index.files)):
-            raise DamagedError(f"checkpoint {self.folder} is damaged:{told(problems)}{offer(self.folder)}")
+        if problems := list(damage(self.folder, used, self._index.files, contents)):
+            raise damaged(self.folder, problems)
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
         """A weight, or a box of it, on the host and in the dtype that it is stored in; no other bytes are read."""
