@@ -11,19 +11,22 @@ which an import writes into the checkpoint and with which an export reads its ow
 
 import dataclasses
 import math
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
+from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
 from experiments.command import main
 from research import settings
-from research.built import DTYPES
+from research.built import DTYPES, dtype_name
 from research.config import ConfigError, Problem, RunConfig
+from research.generate.tokenizer import has_tokenizer, tokenizer_files
 from research.launch.environment import Joined
 from research.train.checkpoint.index import CheckpointError
 from research.train.checkpoint.whole import StoredWeights, write_weights
@@ -33,6 +36,7 @@ from research.weights.folder import HuggingFaceFolder, export
 from research.weights.problems import WeightsError
 
 OWN = ("dtype", "family", "shard_gb")
+TRACK = partial(track, console=Console(stderr=True))
 USAGE = "import HF_FOLDER CHECKPOINT, or export CHECKPOINT HF_FOLDER"
 
 
@@ -42,7 +46,7 @@ class Stored:
     def __init__(self, place: str, words: Sequence[str]) -> None:
         self._stored = StoredWeights(place)
         self.config = settings.from_mapping(self._stored.config, words)
-        self.model = self.config.model
+        self.model, self.corpus = self.config.model, self._stored.corpus
         entries = self._stored.entries.items()
         self.meta: Mapping[str, Tensor] = {n: torch.empty(e.shape, dtype=e.dtype, device="meta") for n, e in entries}
 
@@ -55,22 +59,29 @@ class Stored:
 def take_in(source: Path, target: Path, own: Mapping[str, str], words: Sequence[str]) -> None:
     """A checkpoint of weights alone from a Hugging Face folder."""
     folder = HuggingFaceFolder(source, mtp="model.mtp_depth=0" not in words)
+    dtype = _dtype(own)
     data: dict[str, object] = {"tokenizer": str((source / TOKENIZER).resolve())}
     data |= {"sequence": folder.positions} if folder.positions else {}
-    config = settings.from_mapping({"model": dataclasses.asdict(folder.model), "data": data}, words)
+    train = {"dtype": dtype_name(dtype or folder.meta["embedding.weight"].dtype)}
+    config = settings.from_mapping({"model": dataclasses.asdict(folder.model), "data": data, "train": train}, words)
     if canonical(config.model) != canonical(folder.model):
         rule = f"is another model than {source} holds"
         raise ConfigError([Problem(" ".join(words), None, rule, "model.mtp_depth=0, and keys of training")])
-    dtype = _dtype(own)
-    names = track(list(folder.meta), "import")
+    names = TRACK(list(folder.meta), "import")
     write_weights(target, ((n, folder.read(n).to(dtype)) for n in names), settings.to_mapping(config))
-    print(f"{folder.family}, {_told(folder.meta)} -> {target}; to start from it:")
-    print(f"python -m experiments.run checkpoint.weights={target} {' '.join(settings.to_words(_model_of(config)))}")
+    print(f"{folder.family}, {_told(folder.meta)} -> {target}; to start from it, on data.path=stdlib or yours:")
+    if lacks := not has_tokenizer(config.data):
+        print(f"{config.data.tokenizer} does not exist: TOKENIZER is the path of one, or bytes", file=sys.stderr)
+    shown = dataclasses.replace(config.data, tokenizer="TOKENIZER") if lacks else config.data
+    start = dataclasses.replace(RunConfig(), model=config.model, data=shown, train=config.train)
+    weights = settings.word("checkpoint.weights", str(target))
+    print(shlex.join(["python", "-m", "experiments.run", weights, *settings.to_words(start)]))
 
 
 def take_out(source: Path, target: Path, own: Mapping[str, str], words: Sequence[str]) -> None:
     """A Hugging Face folder from a checkpoint."""
     stored = Stored(str(source), words)
+    beside, note = tokenizer_files(stored.config, stored.corpus, words)
     export(
         stored,
         target,
@@ -78,13 +89,12 @@ def take_out(source: Path, target: Path, own: Mapping[str, str], words: Sequence
         dtype=_dtype(own),
         positions=stored.config.data.sequence,
         shard_bytes=_shard_bytes(own.get("shard_gb", "5")),
-        watch=partial(track, description="export"),
+        beside=beside,
+        watch=partial(TRACK, description="export"),
     )
-    print(f"{_told(stored.meta)} -> {target}")
-
-
-def _model_of(config: RunConfig) -> RunConfig:
-    return dataclasses.replace(RunConfig(), model=config.model)
+    print(f"{_told(stored.meta)}{''.join(f', {name}' for name in beside)} -> {target}")
+    if note:
+        print(note, file=sys.stderr)
 
 
 def _told(meta: Mapping[str, Tensor]) -> str:

@@ -21,9 +21,10 @@ from experiments.command import devices_here, launch, main
 from research import settings
 from research.config import ConfigError, Problem
 from research.data.tokenizers import Tokenizer
-from research.generate.prompts import encoded, problems, tokenizer_of
+from research.generate.prompts import encoded, problems
 from research.generate.run import Generated, ending, generate
 from research.generate.source import open_source, require_fit
+from research.generate.tokenizer import tokenizer_of
 from research.launch.environment import Joined
 from research.parallel import axis
 from research.train.checkpoint.index import CheckpointError
@@ -46,8 +47,8 @@ def read(words: Sequence[str]) -> Asked:
     for word in left:
         name, equals, value = word.partition("=")
         if name in texts:
-            text = value if equals else next(left, "")
-            if not text:
+            text = value if equals else next(left, None)
+            if text is None or (name == "--stop" and not text):
                 raise ConfigError([Problem(name, None, "names no text", f"{name} TEXT")])
             texts[name].append(text)
         elif word == "--json":
@@ -80,8 +81,7 @@ def go_on(words: Sequence[str], where: Joined | None) -> int:
     except (CheckpointError, WeightsError) as error:
         print(error, file=sys.stderr)
         return 2
-    chosen = any(word.startswith("data.tokenizer=") for word in asked.words)
-    tokenizer = tokenizer_of(source, config.data, chosen)
+    tokenizer = tokenizer_of(config.data, source.corpus, asked.words)
     prompts = encoded(asked.prompts, tokenizer, source, config)
     ends = ending((tokenizer.end, *source.ends), asked.stops, tokenizer.decode)
     vocab = min(tokenizer.vocab_size, config.model.vocab)

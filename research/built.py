@@ -12,9 +12,12 @@ from research.models.params import Spec
 from research.models.seams import Seams
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-
-
 SHARED = -1  # no stage
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The `train.dtype` of weights that are stored in a dtype: float32 where none is that one."""
+    return next((name for name, own in DTYPES.items() if own == dtype), "float32")
 
 
 @dataclass(frozen=True)

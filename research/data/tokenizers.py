@@ -33,6 +33,27 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids below `vocab_size`; `end` is left out, a character cut in two becomes U+FFFD."""
 
+    def to_json(self) -> str:
+        """A tokenizer.json of the same ids, whose `end` is the id after them where it is none of its tokens."""
+
+
+def byte_level(merges: models.BPE) -> hf.Tokenizer:
+    """A tokenizer that merges bytes, which are written as `letters_of_bytes`."""
+    library = hf.Tokenizer(merges)
+    # Merging takes time quadratic in the length of a piece, so that text without spaces must be cut as well.
+    pieces = [pre_tokenizers.ByteLevel(add_prefix_space=False), pre_tokenizers.FixedLength(LONGEST_PIECE)]
+    library.pre_tokenizer = pre_tokenizers.Sequence(pieces)
+    library.decoder = decoders.ByteLevel()
+    return library
+
+
+def letters_of_bytes() -> list[str]:
+    """What a byte-level tokenizer.json calls each byte: the character of its number where that can be seen, else the
+    next one from U+0100 (GPT-2, `bytes_to_unicode`)."""
+    letters = set(pre_tokenizers.ByteLevel.alphabet())
+    others = iter(sorted(c for c in letters if ord(c) > 255))
+    return [c if (c := chr(byte)) in letters else next(others) for byte in range(256)]
+
 
 class Bytes:
     """The id is the UTF-8 byte. UTF-8 never uses bytes 0xF5 to 0xFF, so the first of them is free to be `end`."""
@@ -46,6 +67,10 @@ class Bytes:
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i != self.end).decode("utf-8", errors="replace")
+
+    def to_json(self) -> str:
+        """Of the bytes before `end`: UTF-8 uses no other, and the id after them is `end`."""
+        return byte_level(models.BPE({c: byte for byte, c in enumerate(letters_of_bytes()[: self.end])}, [])).to_str()
 
 
 class Library:
@@ -75,11 +100,7 @@ class Library:
 
         A short text may give fewer than `vocab_size` entries; 257 (the bytes and `end`) is the least.
         """
-        library = hf.Tokenizer(models.BPE())
-        # Merging takes time quadratic in the length of a piece, so that text without spaces must be cut as well.
-        pieces = [pre_tokenizers.ByteLevel(add_prefix_space=False), pre_tokenizers.FixedLength(LONGEST_PIECE)]
-        library.pre_tokenizer = pre_tokenizers.Sequence(pieces)
-        library.decoder = decoders.ByteLevel()
+        library = byte_level(models.BPE())
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size - 1, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
         )

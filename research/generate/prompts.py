@@ -1,12 +1,9 @@
 """Prompts as ids, and what a model cannot go on from."""
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
-from research.config import ConfigError, DataConfig, Problem, RunConfig, degrees
-from research.data.corpus import given_tokenizer
+from research.config import ConfigError, Problem, RunConfig, degrees
 from research.data.tokenizers import Library, Tokenizer
-from research.data.tokens import open_tokenizer
 from research.generate.source import Source
 
 
@@ -19,17 +16,6 @@ def problems(config: RunConfig) -> Iterator[Problem]:
             yield Problem(f"model.{name}", value, rule, "0")
     if config.model.load != "routed":
         yield Problem("model.load", config.model.load, "would choose experts by a token's place", "routed")
-
-
-def tokenizer_of(source: Source, data: DataConfig, chosen: bool) -> Tokenizer:
-    """`chosen`: data.tokenizer is this command's. Raises ConfigError where there is none, or where a BPE that was
-    trained on a text would be trained on another one."""
-    if data.tokenizer == "bpe":
-        return open_tokenizer(data, source.corpus or "")
-    if not chosen and data.tokenizer == "bytes" and all(Path(p).suffix in (".bin", ".idx") for p in data.path):
-        rule = "is the default: who made the ids of data.path is not known"
-        raise ConfigError([Problem("data.tokenizer", data.tokenizer, rule, "the path of a tokenizer.json, or bytes")])
-    return given_tokenizer(data)
 
 
 def encoded(prompts: Sequence[str], tokenizer: Tokenizer, source: Source, config: RunConfig) -> list[list[int]]:
@@ -48,7 +34,7 @@ def encoded(prompts: Sequence[str], tokenizer: Tokenizer, source: Source, config
 def _unfit(prompt: str, ids: Sequence[int], config: RunConfig) -> Iterator[Problem]:
     m, g, positions = config.model, config.generate, _positions(config)
     if not ids:
-        yield Problem(prompt, None, "has no token")
+        yield Problem(prompt, None, "has no token to go on from: the tokenizer puts none before a text", "a text")
         return
     if max(ids) >= m.vocab:
         rule = f"has no row for id {max(ids)}, which data.tokenizer={config.data.tokenizer} gives {prompt}"

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from research.build import build
-from research.built import DTYPES, Built
+from research.built import DTYPES, Built, dtype_name
 from research.config import Problem, RunConfig, Value
 from research.mesh import Box, Layout, Mesh
 from research.models.decoder import Decoder, specs
 from research.models.params import Spec
+from research.train.checkpoint.index import find
 from research.train.checkpoint.whole import StoredWeights
 from research.weights.files import CONFIG, GENERATION, TOKENIZER, read_json
 from research.weights.folder import HuggingFaceFolder
@@ -24,6 +25,7 @@ from research.weights.problems import WeightsError
 NO_BATCH = {"global_batch": 2**16}  # rules of training about the batch shall not speak
 WITHOUT = ("mtp_depth", "capacity")
 POSITIONS = 2048  # of a folder that does not say it
+PLACES = "the folder of a checkpoint, of a run or a Hugging Face folder"
 
 
 @dataclass(frozen=True)
@@ -42,14 +44,13 @@ class Source:
 
 def open_source(place: Path) -> Source:
     """Raises WeightsError or CheckpointError with what is wrong with its files."""
-    return _folder(place) if (place / CONFIG).is_file() else _checkpoint(place)
+    return _folder(place) if (place / CONFIG).is_file() else _checkpoint(find(place, PLACES))
 
 
 def _folder(place: Path) -> Source:
     folder = HuggingFaceFolder(place, mtp=False)
-    wide = folder.meta["embedding.weight"].dtype
     data = {"tokenizer": str(place / TOKENIZER), "sequence": folder.positions or POSITIONS}
-    train = {"dtype": {dtype: name for name, dtype in DTYPES.items()}.get(wide, "float32"), **NO_BATCH}
+    train = {"dtype": dtype_name(folder.meta["embedding.weight"].dtype), **NO_BATCH}
     keys = {"model": dataclasses.asdict(folder.model), "data": data, "train": train}
     shapes = {name: tuple(t.shape) for name, t in folder.meta.items()}
     said = read_json(place / GENERATION).get("eos_token_id") if (place / GENERATION).is_file() else None

@@ -22,7 +22,7 @@ from research.files import sync
 from research.weights.problems import WeightsError
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
-TOKENIZER, GENERATION = "tokenizer.json", "generation_config.json"
+TOKENIZER, TOKENIZER_CONFIG, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -138,7 +138,15 @@ def write_shard(folder: Path, file: str, tensors: Mapping[str, Tensor]) -> None:
 
 
 def write_json(path: Path, tree: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
+    write_file(path, json_file(tree))
+
+
+def json_file(tree: Mapping[str, Any]) -> bytes:
+    return (json.dumps(tree, indent=2) + "\n").encode()
+
+
+def write_file(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
     sync(path)
 
 

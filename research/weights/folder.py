@@ -24,6 +24,7 @@ from research.weights.files import (
     new_folder,
     read_json,
     shards,
+    write_file,
     write_index,
     write_json,
     write_shard,
@@ -57,6 +58,9 @@ class HuggingFaceFolder:
     """
 
     def __init__(self, path: Path, mtp: bool = True) -> None:
+        if not path.is_dir():
+            rule = "is no folder" if path.exists() else "does not exist"
+            raise WeightsError(str(path), [Problem(str(path), None, rule, "a Hugging Face folder")])
         config = read_json(path / CONFIG)
         self.family, self.model = read_config(config, str(path / CONFIG))
         self.positions = config.get("max_position_embeddings")  # tokens that it was made for, where it says so
@@ -131,14 +135,15 @@ def export(
     dtype: torch.dtype | None = None,
     positions: int = 4096,
     shard_bytes: int = SHARD_BYTES,
+    beside: Mapping[str, bytes] | None = None,
     watch: Callable[[list[Shard]], Iterable[Shard]] = iter,
 ) -> None:
     """Write weights as a folder that transformers reads. Memory holds one file of at most `shard_bytes` (or one larger
     tensor). The folder appears when it is complete.
 
     `family`: None takes the first that fits. `dtype`: of everything but what stays float32 (routers, selection biases);
-    None leaves each as it is. `positions`: `max_position_embeddings`, if RoPE is not scaled to more. `watch`
-    goes through the files and may show how far it is.
+    None leaves each as it is. `positions`: `max_position_embeddings`, if RoPE is not scaled to more. `beside`: further
+    files by name (a tokenizer). `watch` goes through the files of weights and may show how far it is.
     Raises WeightsError, before anything is written, where no family, or not this one, can say the model, and with all
     parameters that are missing, too many or misshapen.
     """
@@ -154,6 +159,8 @@ def export(
         for shard in watch(files):
             tensors = {n: _made(weights, of[n], dtypes[of[n].parts[0].name]) for n in shard.names}
             write_shard(folder, shard.file, tensors)
+        for name, content in (beside or {}).items():
+            write_file(folder / name, content)
         write_index(folder, files, sizes)
         write_json(folder / CONFIG, config)
 

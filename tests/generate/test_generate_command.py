@@ -127,8 +127,26 @@ def test_a_hugging_face_folder(run, folder):
 
 def test_what_a_folder_lacks(run, folder):
     (folder / "tokenizer.json").unlink()
+    status, _, told = run(folder, "--prompt", "x")
+    rule = "tokenizer.json does not exist: who made the ids is not known"
+    legal = "data.tokenizer=bytes, or data.tokenizer=PATH of a tokenizer.json"
+    assert status == 2 and f"  - {folder}/{rule}; legal: {legal}\n" in told
+    assert run(folder, "--prompt", "x", "data.tokenizer=bytes", "generate.tokens=2")[0] == 0
+    (folder / "config.json").unlink()
     told = run(folder, "--prompt", "x")[2]
-    assert f"data.tokenizer={folder}/tokenizer.json does not exist; legal: bytes, bpe, or the path of" in told
+    assert f"{folder} holds no complete checkpoint; legal: the folder of a checkpoint, of a run or a Hugging" in told
+
+
+def test_an_empty_prompt(run, folder):
+    """Where the tokenizer puts a first token before a text there is one to go on from."""
+    words = ("--prompt", "", "--prompt=", "--json", "generate.tokens=3")
+    status, text, _ = run(folder, *words)
+    assert status == 0 and [t["prompt_ids"] for t in json.loads(text)["texts"]] == [[FIRST]] * 2
+    made = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps({**made, "post_processor": None}))
+    status, _, told = run(folder, *words)
+    assert status == 2
+    assert "--prompt '' has no token to go on from: the tokenizer puts none before a text; legal: a text" in told
 
 
 LONG = (
@@ -141,7 +159,11 @@ LONG = (
     [
         ((), "--prompt is missing; legal: --prompt TEXT, once or more"),
         (("--prompt",), "--prompt names no text; legal: --prompt TEXT"),
-        (("--prompt", ""), "--prompt names no text"),
+        (
+            ("--prompt", ""),
+            "--prompt '' has no token to go on from: the tokenizer puts none before a text; legal: a te",
+        ),
+        ((*PROMPTS, "--stop="), "--stop names no text"),
         (PROMPTS, LONG + "for (data.sequence, or what RoPE is scaled to); legal: at most 39 more, or another"),
         ((*PROMPTS, "generate.top_p=1.1"), "generate.top_p=1.1 is out of range; legal: 1e-09 to 1"),
         ((*PROMPTS, "generate.top_p=0"), "generate.top_p=0 is out of range"),
@@ -171,7 +193,10 @@ def test_refused(run, checkpoint, words, told):
 
 def test_no_model_there(run, tmp_path):
     status, _, told = run(tmp_path / "none", *PROMPTS)
-    assert status == 2 and "none holds no complete checkpoint" in told
+    legal = "the folder of a checkpoint, of a run or a Hugging Face folder"
+    assert (status, told) == (2, f"{tmp_path / 'none'} does not exist; legal: {legal}\n")
+    (tmp_path / "file").write_text("")
+    assert f"file is no folder; legal: {legal}" in run(tmp_path / "file", *PROMPTS)[2]
 
 
 def test_a_damaged_file_is_named(run, checkpoint):
@@ -181,23 +206,38 @@ def test_a_damaged_file_is_named(run, checkpoint):
     try:
         for layout in ("", "tp.degree=2"):
             status, text, told = run(checkpoint, *PROMPTS, "generate.tokens=2", *layout.split())
-            assert (status, text) == (2, "") and f"{file} was altered: its checksum differs" in told
+            assert (status, text) == (2, "")
+            none = "; there is no other complete checkpoint beside it"
+            damage = f"checkpoint {checkpoint} is damaged:\n  - {file} was altered: its checksum differs{none}\n"
+            assert told.endswith(f"1 problem in the config:\n  - {damage}")
+        file.write_bytes(whole[:-1])
+        told = run(checkpoint, "--prompt", "x" * 99)[2]  # which is too long as well
+        cut = f"{file} has {len(whole) - 1} bytes instead of {len(whole)}"
+        assert told == f"{checkpoint} is damaged:\n  - {cut}{none}\n"
     finally:
         file.write_bytes(whole)
 
 
 def test_a_checkpoint_of_a_run_with_a_trained_tokenizer(run, tmp_path, text, monkeypatch, capsys):
-    """Made by the run itself under another layout; another text is refused, as its tokenizer would be another."""
+    """Made by the run itself under another layout. Exported, it says the same without the text; another text is
+    refused, as its tokenizer would be another."""
+    from experiments.convert import convert
     from experiments.run import train
 
     words = ["model.layers=1", "model.vocab=260", "data.tokenizer=bpe", "data.bpe_vocab=260", f"data.path={text}"]
+    words += ["model.experts=0", "model.init_std=0.4"]
     words += [f"data.cache={tmp_path}/cache", f"record.folder={tmp_path}/out", "train.steps=1", "checkpoint.every=1"]
     monkeypatch.setattr(sys, "argv", ["run", *words, "tp.degree=2", "launch.threads=1", "train.dtype=bfloat16"])
     assert main(None, train) == 0
     capsys.readouterr()
     (place,) = (tmp_path / "out" / "checkpoints").iterdir()
-    status, found, _ = run(place, "--prompt", "line", "--json", "generate.tokens=4")
-    assert status == 0 and all(i < 260 for i in json.loads(found)["texts"][0]["ids"])
+    asked = ("--prompt", "line", "--prompt", "a small text, 16", "--json", "generate.tokens=12")
+    status, found, _ = run(place, *asked)
+    texts = json.loads(found)["texts"]
+    assert status == 0 and all(i < 260 for t in texts for i in t["ids"])
+    assert convert(["export", str(place), str(tmp_path / "hf")], None) == 0
+    assert ", tokenizer.json, tokenizer_config.json, generation_config.json -> " in capsys.readouterr().out
+    assert json.loads(run(tmp_path / "hf", *asked, "train.dtype=bfloat16")[1])["texts"] == texts
     text.write_text(text.read_text() + "more text")
     status, _, told = run(place, "--prompt", "line")
     assert status == 2 and "is not the text any more that the tokenizer was trained on" in told
