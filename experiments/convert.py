@@ -6,7 +6,8 @@
 
 CHECKPOINT is the folder of one, or for an export that of a run, whose newest one is taken. Words after the folders:
 dtype=float64, float32, bfloat16 (without: as it is), family=.. and shard_gb=.. of an export; others are config keys,
-which an import writes into the checkpoint and with which an export reads its own.
+which an import writes into the checkpoint and with which an export reads its own. The tokenizer goes along where it can
+be found; else the command says why not.
 """
 
 import dataclasses

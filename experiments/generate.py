@@ -23,12 +23,14 @@ from research.config import ConfigError, Problem
 from research.data.tokenizers import Tokenizer
 from research.generate.prompts import encoded, problems
 from research.generate.run import Generated, ending, generate
-from research.generate.source import open_source, require_fit
+from research.generate.source import SOURCES, open_source, require_fit
 from research.generate.tokenizer import tokenizer_of
 from research.launch.environment import Joined
 from research.parallel import axis
 from research.train.checkpoint.index import CheckpointError
 from research.weights.problems import WeightsError
+
+OPTIONS = ("--prompt", "--stop", "--json")
 
 
 @dataclass
@@ -48,13 +50,17 @@ def read(words: Sequence[str]) -> Asked:
         name, equals, value = word.partition("=")
         if name in texts:
             text = value if equals else next(left, None)
-            if text is None or (name == "--stop" and not text):
-                raise ConfigError([Problem(name, None, "names no text", f"{name} TEXT")])
+            if text is None or (not equals and text in OPTIONS) or (name == "--stop" and not text):
+                raise ConfigError([Problem(name, None, "names no text", f"{name} TEXT, or {name}=TEXT")])
+            if any("\ud800" <= c <= "\udfff" for c in text):  # what stands for other bytes of a command line
+                raise ConfigError([Problem(f"{name} {text!r}", None, "is not UTF-8")])
             texts[name].append(text)
         elif word == "--json":
             asked.json = True
         else:
             asked.words.append(word)
+    if not asked.words:
+        raise ConfigError([Problem("experiments.generate", None, "is given no model", SOURCES)])
     if not asked.prompts:
         raise ConfigError([Problem("--prompt", None, "is missing", "--prompt TEXT, once or more")])
     return asked
@@ -71,9 +77,9 @@ def told(asked: Asked, done: Generated, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def go_on(words: Sequence[str], where: Joined | None) -> int:
-    asked = read(words[1:])
+    asked = read(words)
     try:
-        source = open_source(Path(words[0]))
+        source = open_source(Path(asked.words.pop(0)))
         world = where.place.world if where else None
         checks = (axis.problems, problems) if where else (axis.problems, problems, devices_here)
         config = settings.from_mapping(source.keys, asked.words, checks, world)

@@ -63,7 +63,7 @@ class Cache:
     @property
     def token_bytes(self) -> int:
         """Of one token in all layers of this rank."""
-        return sum(pool[0, 0].nbytes for layer in self.layers for pool in layer.pools)
+        return sum(pool.shape[2:].numel() * pool.itemsize for layer in self.layers for pool in layer.pools)
 
     def reserve(self, sequence: int, tokens: int) -> bool:
         """Let a sequence in, that grows to so many tokens, where there is room for it."""

@@ -25,7 +25,7 @@ from research.weights.problems import WeightsError
 NO_BATCH = {"global_batch": 2**16}  # rules of training about the batch shall not speak
 WITHOUT = ("mtp_depth", "capacity")
 POSITIONS = 2048  # of a folder that does not say it
-PLACES = "the folder of a checkpoint, of a run or a Hugging Face folder"
+SOURCES = "the folder of a checkpoint, of a run or a Hugging Face folder"
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Source:
 
 def open_source(place: Path) -> Source:
     """Raises WeightsError or CheckpointError with what is wrong with its files."""
-    return _folder(place) if (place / CONFIG).is_file() else _checkpoint(find(place, PLACES))
+    return _folder(place) if (place / CONFIG).is_file() else _checkpoint(find(place, SOURCES))
 
 
 def _folder(place: Path) -> Source:
@@ -53,9 +53,17 @@ def _folder(place: Path) -> Source:
     train = {"dtype": dtype_name(folder.meta["embedding.weight"].dtype), **NO_BATCH}
     keys = {"model": dataclasses.asdict(folder.model), "data": data, "train": train}
     shapes = {name: tuple(t.shape) for name, t in folder.meta.items()}
+    return Source(place, keys, shapes, folder.read_box, ends=_ends(place))
+
+
+def _ends(place: Path) -> tuple[int, ...]:
+    """What generation_config.json says, where there is one."""
     said = read_json(place / GENERATION).get("eos_token_id") if (place / GENERATION).is_file() else None
-    ends = tuple(said) if isinstance(said, list) else () if said is None else (int(said),)
-    return Source(place, keys, shapes, folder.read_box, ends=ends)
+    ends = said if isinstance(said, list) else [] if said is None else [said]
+    if not all(isinstance(i, int) for i in ends):
+        rule = f"in {GENERATION} is no id"
+        raise WeightsError(str(place), [Problem("eos_token_id", said, rule, "an integer, a list of them, or null")])
+    return tuple(ends)
 
 
 def _checkpoint(place: Path) -> Source:

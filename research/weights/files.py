@@ -160,11 +160,14 @@ def write_index(folder: Path, of: Sequence[Shard], sizes: Mapping[str, int]) -> 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """An empty folder that is at `path` when the block ends, and nowhere if it fails. Raises WeightsError where
-    `path` is taken."""
+    `path` is taken or cannot be made."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise WeightsError(str(path), [Problem(str(path), None, "exists already", "a new or an empty folder")])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    making = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        making = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+    except OSError as error:
+        raise WeightsError(str(path), [Problem(str(path), None, f"cannot be made: {error.strerror}")]) from error
     try:
         yield making
         making.chmod(0o755)

@@ -283,7 +283,7 @@ def test_what_a_config_cannot_start_from(configure, tmp_path):
         return [str(p) for p in caught.value.problems]
 
     legal = "legal: the folder of a checkpoint or of a run"
-    nothing = f"cannot be followed: {tmp_path}/c does not exist; {legal}, or auto"
+    nothing = f"cannot be followed: {tmp_path}/c holds no complete checkpoint; {legal}, or auto"
     assert told(resume="latest") == [f"checkpoint.resume=latest {nothing}"]
     assert told(resume=f"{tmp_path}")[0].endswith(f"{tmp_path} holds no complete checkpoint; {legal}, or auto")
     nothing = f"cannot be followed: {tmp_path}/x does not exist; {legal}"

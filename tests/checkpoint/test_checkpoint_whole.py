@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from experiments import run as run_command
-from research.config import ConfigError, replace
+from research.config import ConfigError, RunConfig, replace
 from research.launch.local import start
 from research.mesh import Mesh
 from research.settings import to_mapping
+from research.train.checkpoint.choice import folder_of, told_start
 from research.train.checkpoint.index import CheckpointError, newest, read_index
 from research.train.checkpoint.saving import Checkpoints
 from research.train.checkpoint.whole import StoredWeights, write_weights
@@ -63,7 +64,8 @@ def test_nothing_is_left_of_weights_that_break_off(tmp_path):
     write_weights(tmp_path, named().items(), {})
     with pytest.raises(CheckpointError, match="holds a checkpoint already"):
         write_weights(tmp_path, named().items(), {})
-    with pytest.raises(CheckpointError, match="nowhere does not exist; legal: the folder of a checkpoint or of a run$"):
+    told = r"nowhere does not exist; legal: the folder of a checkpoint or of a run$"
+    with pytest.raises(CheckpointError, match=told):
         StoredWeights(tmp_path / "nowhere")
 
 
@@ -122,11 +124,11 @@ def command(tmp_path, text, capsys):
 def test_a_run_says_why_it_starts_afresh(command, tmp_path):
     words = ("checkpoint.resume=auto", "checkpoint.every=1", "train.steps=2")
     _, told = command(*words)
-    assert told == f"starts afresh: {tmp_path}/checkpoints/{one_name(tmp_path)} does not exist\n"
+    assert told == f"starts afresh: {tmp_path}/checkpoints/{one_name(tmp_path)} holds no complete checkpoint\n"
     first = tmp_path / "checkpoints" / one_name(tmp_path)
     rule = f"the checkpoints in {first} are of another run; keys that differ: "
     _, told = command(*words[:2], "train.steps=3", "record.arm=x")
-    assert "does not exist" in told  # an arm is told of itself alone
+    assert "holds no complete checkpoint" in told  # an arm is told of itself alone
     assert command(*words[:2], "train.steps=3")[1] == f"starts afresh: {rule}train.steps 2 -> 3\n"
     refused = command(*words[1:], "train.lr=0.5", "dp.degree=2", "checkpoint.resume=latest")[1]
     legal = "the folder of a checkpoint or of a run, or auto"
@@ -135,6 +137,23 @@ def test_a_run_says_why_it_starts_afresh(command, tmp_path):
     out, told = command(*words[:2], "train.steps=4", f"checkpoint.weights={first}")
     assert told.splitlines()[1] == f"starts from {first}/step-00000002" and "keys that differ: train.steps" in told
     assert "resumed" not in out
+
+
+def test_a_file_that_changed_sets_a_run_apart(tmp_path):
+    """Its path has not; a checkpoint beside it that cannot be read, and one that differs more, are passed over."""
+    (tmp_path / "lists.csv").write_text("one")
+    config = replace(RunConfig(), {"record.folder": f"{tmp_path}", "pp.schedule": f"file:{tmp_path}/lists.csv"})
+    others = [config, replace(config, {"train.lr": 0.5}), replace(config, {"train.clip": 0.5})]
+    written = [folder_of(c) for c in others]
+    for folder, other in zip(written, others, strict=True):
+        write_weights(folder / "step-00000001", named(1).items(), to_mapping(other))
+    (written[2] / "step-00000001" / "index.json").write_text("")
+    (tmp_path / "lists.csv").write_text("two")
+    asked = replace(config, {"checkpoint.resume": "auto"})
+    rule = (
+        f"the checkpoints in {written[0]} are of another run; keys that differ: none, but a file that one of them names"
+    )
+    assert list(told_start(asked, None, None)) == [f"starts afresh: {rule}"]
 
 
 def one_name(folder):

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import random
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from experiments import generate
 from experiments.command import main
 from research.build import build
 from research.config import DataConfig, ModelConfig, RunConfig, TrainConfig
-from research.data.tokenizers import Library
+from research.data.tokenizers import Bytes, Library
 from research.mesh import Mesh
 from research.settings import to_mapping
 from research.train.checkpoint.whole import write_weights
@@ -36,7 +37,9 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture
 def run(monkeypatch, capsys):
     def go_on(*words):
-        monkeypatch.setattr(sys, "argv", ["generate", *map(str, words[:1]), "launch.threads=1", *map(str, words[1:])])
+        after = next((i for i, w in enumerate(words, 1) if isinstance(w, Path)), len(words))
+        words = [*map(str, words[:after]), "launch.threads=1", *map(str, words[after:])]
+        monkeypatch.setattr(sys, "argv", ["generate", *words])
         status = main(generate.__doc__, generate.go_on, needs="checkpoint or folder")
         said = capsys.readouterr()
         return status, said.out, said.err
@@ -71,6 +74,17 @@ def test_planted_draws_of_ranks(run, checkpoint, monkeypatch):
     words = (checkpoint, *PROMPTS, "generate.tokens=20", *DRAWN.split())
     text = run(*words)[1]
     assert run(*words, "dp.degree=2")[1] != text != run(*words, "generate.cache_tokens=48")[1]
+
+
+def test_more_ranks_than_prompts(run, checkpoint, monkeypatch, capsys):
+    """Options may come first, and a text may look like one."""
+    words = ("--prompt", "def f(x):", "--prompt=--json", checkpoint, "generate.tokens=3")
+    status, text, told = run(*words, "dp.degree=3")
+    assert (status, text) == run(*words)[:2] and status == 0 and "--json" in text
+    assert " tokens/s, 512 bytes of cache a token on each rank\n" in told
+    monkeypatch.setattr(sys, "argv", ["generate", "--prompt", "a"])
+    assert main(generate.__doc__, generate.go_on) == 2
+    assert "is given no model; legal: the folder of a checkpoint, of a run or a Hugging" in capsys.readouterr().err
 
 
 def test_json_and_stop(run, checkpoint):
@@ -123,6 +137,8 @@ def test_a_hugging_face_folder(run, folder):
     ended = json.loads(run(*words)[1])["texts"][1]
     assert ended["ended"] == "end" and ended["ids"] == found[1]["ids"][: len(ended["ids"])]
     assert json.loads(run(*words, "tp.degree=2", "train.dtype=float64")[1])["texts"][1]["ids"] == ended["ids"]
+    (folder / "generation_config.json").write_text('{"eos_token_id": "x"}')
+    assert "eos_token_id=x in generation_config.json is no id; legal: an integer, a list" in run(*words)[2]
 
 
 def test_what_a_folder_lacks(run, folder):
@@ -164,6 +180,8 @@ LONG = (
             "--prompt '' has no token to go on from: the tokenizer puts none before a text; legal: a te",
         ),
         ((*PROMPTS, "--stop="), "--stop names no text"),
+        (("--prompt", "--json", *PROMPTS), "--prompt names no text; legal: --prompt TEXT, or --prompt=TEXT"),
+        (("--prompt", "a\udcff"), "--prompt 'a\\udcff' is not UTF-8"),
         (PROMPTS, LONG + "for (data.sequence, or what RoPE is scaled to); legal: at most 39 more, or another"),
         ((*PROMPTS, "generate.top_p=1.1"), "generate.top_p=1.1 is out of range; legal: 1e-09 to 1"),
         ((*PROMPTS, "generate.top_p=0"), "generate.top_p=0 is out of range"),
@@ -238,6 +256,8 @@ def test_a_checkpoint_of_a_run_with_a_trained_tokenizer(run, tmp_path, text, mon
     assert convert(["export", str(place), str(tmp_path / "hf")], None) == 0
     assert ", tokenizer.json, tokenizer_config.json, generation_config.json -> " in capsys.readouterr().out
     assert json.loads(run(tmp_path / "hf", *asked, "train.dtype=bfloat16")[1])["texts"] == texts
+    (tmp_path / "hf" / "tokenizer.json").write_text(Bytes().to_json())  # planted: another one
+    assert json.loads(run(tmp_path / "hf", *asked, "train.dtype=bfloat16")[1])["texts"] != texts
     text.write_text(text.read_text() + "more text")
     status, _, told = run(place, "--prompt", "line")
     assert status == 2 and "is not the text any more that the tokenizer was trained on" in told

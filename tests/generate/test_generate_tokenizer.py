@@ -97,7 +97,7 @@ def test_what_is_left_out_and_why(bpe, text, tmp_path):
     assert told(tokenizer="bytes", path=("ids.bin",)).endswith(f"the ids of data.path is not known{legal}")
     few = "left out: tokenizer, as model.vocab=99 has no rows for all 246 ids of data.tokenizer=bytes"
     assert told(tokenizer="bytes", model=dataclasses.replace(MODEL, vocab=99)) == few + legal
-    with pytest.raises(ConfigError, match="data.tokenizer=x.json does not exist"):
+    with pytest.raises(ConfigError, match=r"data.tokenizer=x.json does not exist"):
         told(tokenizer="x.json", words=["data.tokenizer=x.json"])
 
 

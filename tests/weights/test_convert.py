@@ -76,7 +76,7 @@ def test_the_words_that_start_from_an_import(dtype, tmp_path, text, monkeypatch,
     assert now.config["train"]["dtype"] == str(dtype).removeprefix("torch.")
     without = [w for w in words if not w.startswith("train.dtype=")]
     if dtype == torch.float64:  # planted: words that name no dtype
-        with pytest.raises(ConfigError, match="is torch.float64, which torch.float32 does not hold exactly"):
+        with pytest.raises(ConfigError, match=r"is torch.float64, which torch.float32 does not hold exactly"):
             train([*without, "launch.threads=1"], None)
 
 
@@ -142,6 +142,8 @@ def test_from_boxes_of_many_ranks(tmp_path, monkeypatch, capsys):
         (("import", "HF", "OUT", "model.dmi=16"), "model.dmi=16 is not a key, did you mean model.dim?"),
         (("import", "HF", "OUT", "dtype=int8"), "dtype=int8 is not known; legal: float32, bfloat16, float64"),
         (("import", "HF", "CKPT"), "holds a checkpoint already"),
+        (("import", "HF", "FILE"), "config.json cannot be made: File exists"),
+        (("export", "CKPT", "BELOW"), "config.json/below cannot be made: "),
         (("export", "NONE", "OUT"), "none does not exist; legal: the folder of a checkpoint or of a run"),
         (("export", "HF", "OUT"), "holds no complete checkpoint; legal: the folder of a checkpoint or of a run"),
         (("export", "CKPT", "OUT", "data.tokenizer=x.json"), "data.tokenizer=x.json does not exist; legal: bytes, bpe"),
@@ -154,7 +156,10 @@ def test_from_boxes_of_many_ranks(tmp_path, monkeypatch, capsys):
 def test_refused_and_nothing_written(words, told, folder, tmp_path, monkeypatch, capsys):
     held = random_weights(V3)
     write_weights(tmp_path / "ckpt", held.tensors.items(), to_mapping(RunConfig(model=V3)))
-    places = {n: tmp_path / n.lower() for n in ("HF", "NONE", "OUT", "CKPT")} | {"FILE": folder / "config.json"}
+    places = {n: tmp_path / n.lower() for n in ("HF", "NONE", "OUT", "CKPT")} | {
+        "FILE": folder / "config.json",
+        "BELOW": folder / "config.json" / "below",
+    }
     before = {p.name: files(p) for p in (folder, tmp_path / "ckpt")}
     status, said = run(monkeypatch, capsys, *(places.get(w, w) for w in words))
     assert status == 2 and told in said

@@ -103,15 +103,17 @@ def _none_of_its_own(config: RunConfig) -> str:
     where one that was called alike has checkpoints, these keys are named, of the one that differs least."""
     own = folder_of(config)
     name, _, _ = own.name.rpartition("-")
-    alike = [] if config.checkpoint.folder else [p for p in own.parent.glob("*") if p.name.rpartition("-")[0] == name]
+    beside = [p for p in own.parent.glob("*/") if p.name.rpartition("-")[0] == name]
+    alike = [] if config.checkpoint.folder else sorted(beside, key=lambda p: p.stat().st_mtime, reverse=True)
     told = {}
-    for checkpoint in filter(None, map(newest, sorted(alike, key=lambda p: p.stat().st_mtime, reverse=True))):
+    for checkpoint in filter(None, map(newest, alike)):
         with contextlib.suppress(CheckpointError):
             told[checkpoint.parent] = list(_differences(config, checkpoint))
     if not told:
-        return f"{own} {absence(own)}"
+        return f"{own} holds no complete checkpoint"
     like = min(told, key=lambda folder: len(told[folder]))
-    return f"the checkpoints in {like} are of another run; keys that differ: {', '.join(told[like])}"
+    keys = ", ".join(told[like]) or "none, but a file that one of them names"
+    return f"the checkpoints in {like} are of another run; keys that differ: {keys}"
 
 
 def _differences(config: RunConfig, checkpoint: Path) -> Iterator[str]:

@@ -94,6 +94,9 @@ def write_weights(
     entries: dict[str, Entry] = {}
     try:
         folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be made: {error.strerror}") from error
+    try:
         for number, shard in enumerate(_shards(weights, shard_bytes)):
             file = f"{save}-{number:05d}-weights.safetensors"
             if twice := sorted(entries.keys() & shard.keys()):
