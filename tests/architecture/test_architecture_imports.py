@@ -51,6 +51,7 @@ MAY_IMPORT = {
     "research.report.trace": "build built config data launch.process mesh models parallel.axis train.loop train.run",
     "research.report.routes": "config mesh models parallel.axis report.trace",
     "research.report.schedules": "parallel.pp",
+    "research.report.pipelines": "parallel.pp record report",
     "research.report.differences": "build config launch.process mesh models parallel record report.formulas "
     "report.tables",
     "research.report.tokens": "parallel.cp report.figures",
