@@ -46,12 +46,20 @@ def context() -> Iterator[RankedCase]:
     return cases()
 
 
+def stages() -> Iterator[RankedCase]:
+    """Training steps at pp=2 against torch.distributed.pipelining, with tp=2 too; split backwards against 1F1B."""
+    from research.bench.stages import cases
+
+    return cases()
+
+
 # Those that fork ranks come first: before any threaded kernel has run in this process.
 BENCHES: Mapping[str, Callable[[], Iterator[Case | RankedCase]]] = {
     "ddp": ddp,
     "fsdp": fsdp,
     "tensor": tensor,
     "context": context,
+    "stages": stages,
     "layer": layer,
 }
 

@@ -45,7 +45,7 @@ class TorchTraining:
 
     def step(self, batch: Batch) -> tuple[float, float]:
         """The loss before the step, and the norm of its gradient."""
-        mine = batch.numbered().map(lambda t: t.tensor_split(self.world.size)[self.world.rank])
+        mine = batch.numbered().part(self.world.rank, self.world.size)
         loss = self.model(mine).loss / mine.targets.numel()
         loss.backward()
         norm = clip_grad_norm_(self.parameters, self.clip)

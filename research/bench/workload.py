@@ -38,9 +38,10 @@ def batch_of(config: RunConfig) -> Batch:
 
 def losses_of(trainer: Trainer, batch: Batch) -> Tensor:
     """Those of our steps (STEPS,), without waiting for them."""
-    losses = []
+    n, losses = trainer.config.train.microbatches, []
+    microbatches = [batch.part(m, n) for m in range(n)]
     for step in range(STEPS):
-        sums = trainer.backward([batch])
+        sums = trainer.backward(microbatches)
         trainer.update(step, sums)
         losses.append(sums.totals[0])
     return torch.stack(losses)

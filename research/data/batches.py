@@ -61,10 +61,7 @@ class GlobalBatches:
             here = sources == k
             places[here] = shuffled(numbers[here], self.samples[k], self._seed, int(k)) * self._sequence
         batch = _batch(self._sources, sources, places, self._sequence, ahead=self._ahead)
-        return [self._microbatch(batch, m) for m in range(self._microbatches)]
-
-    def _microbatch(self, batch: Batch, number: int) -> Batch:
-        return batch.map(lambda t: t.tensor_split(self._microbatches)[number])
+        return [batch.part(m, self._microbatches) for m in range(self._microbatches)]
 
 
 class HeldOut:

@@ -39,6 +39,10 @@ class Batch:
         ahead = tuple(Ahead(f(a.tokens), f(a.targets)) for a in self.ahead)
         return Batch(*cut, numbers, self.whole_tokens, self.starts, ahead)
 
+    def part(self, number: int, of: int) -> "Batch":
+        """One of so many parts of its samples; where they cannot be equal, the first ones have one sample more."""
+        return self.map(lambda t: t.tensor_split(of)[number])
+
     def numbered(self) -> "Batch":
         """A global microbatch that may now be cut: its tokens carry their numbers, row by row."""
         numbers = torch.arange(self.tokens.numel()).view_as(self.tokens)

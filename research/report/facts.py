@@ -13,6 +13,11 @@ def axes(rows: Iterable[Row]) -> list[str]:
     return [a for a in AXIS_SECTIONS if a in used] + sorted(used - set(AXIS_SECTIONS))
 
 
+def is_cut(row: Row) -> bool:
+    """Whether the model is cut into stages."""
+    return row.config.get("pp", {}).get("degree", 1) != 1
+
+
 def depths(rows: Iterable[Row]) -> range:
     """Depths of multi-token prediction that any of the rows has."""
     return range(1, max(len(r.mtp_losses) for r in rows) + 1)

@@ -51,6 +51,7 @@ MAY_IMPORT = {
     "research.report.trace": "build built config data launch.process mesh models parallel.axis train.loop train.run",
     "research.report.routes": "config mesh models parallel.axis report.trace",
     "research.report.schedules": "parallel.pp",
+    "research.report.pipelines": "parallel.pp record report",
     "research.report.differences": "build config launch.process mesh models parallel record report.formulas "
     "report.tables",
     "research.report.tokens": "parallel.cp report.figures",
@@ -63,7 +64,7 @@ MAY_IMPORT = {
 }
 ALONE = ("research", "research.parallel")  # packages without code
 DISTRIBUTED = ("research.mesh", "research.comm", "research.launch", "research.train.checkpoint")
-PEERS = tuple(f"research.bench.torch_{axis}" for axis in ("context", "data", "tensor"))  # what we are compared with
+PEERS = tuple(f"research.bench.torch_{axis}" for axis in ("context", "data", "pipeline", "tensor"))  # other code
 ENVIRONMENT = ("research.launch.environment", "experiments")
 TOPOLOGY = {"rank", "ranks", "group", "groups", "degree", "degrees", "axis", "axes", "mesh", "world"}
 TOPOLOGY |= {"tp", "cp", "ep", "pp", "dp", "etp", "edp"}

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from experiments import bench
-from research.bench import context, data, registry, side_by_side, tensor, torch_context, workload
+from research.bench import context, data, registry, side_by_side, stages, tensor, torch_context, workload
 from research.bench.side_by_side import Case, NotEqualError, Side, compare, cpu_s, gate
 from research.bench.torch_tensor import TorchTraining
 from research.config import LaunchConfig, replace
 from research.launch.local import RankError
+from research.train.storage import Storage
 
 ONE = torch.ones(3)
 
@@ -138,6 +139,23 @@ def test_context_parallel_steps_are_equal(monkeypatch):
         compare(ranked, 2)
 
 
+def test_pipelined_steps_are_equal(monkeypatch):
+    """The gate of the real cases, on a smaller model; and planted faults: in what the second step starts from, and the
+    weight gradients that were put off dropped."""
+    monkeypatch.setattr(workload, "LENGTH", 16)
+    monkeypatch.setattr(workload, "MODEL", {**workload.MODEL, "dim": 64, "layers": 2, "head_dim": 8, "vocab": 256})
+    plain, cut, *split = stages.cases()
+    assert [r.error < workload.TOLERANCE for one in (plain, cut, *split) for r in compare(one, 2)] == [True] * 4
+    real, faster = stages.TorchPipeline, replace(plain.make.args[0], {"train.lr": 1.1e-3})
+    monkeypatch.setattr(stages, "TorchPipeline", lambda config, *rest: real(faster, *rest))
+    with pytest.raises(RankError, match="losses of quintet and torch pipelining differ by"):
+        compare(plain, 2)
+    monkeypatch.setattr(Storage, "accumulate", lambda *args: None)
+    for one in split:
+        with pytest.raises(RankError, match=r"losses of quintet (zb_h1|zbv) and quintet 1f1b differ by"):
+            compare(one, 2)
+
+
 def test_the_command(monkeypatch, tmp_path, capsys):
     def waits():
         """Waits."""
@@ -156,7 +174,8 @@ def test_the_command(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize("word", ["lyer", "repetitions=1", "repetitions=x"])
 def test_bad_words(word, capsys):
     assert bench.main([word]) == 1
-    assert f"{word} is no bench; legal: ddp, fsdp, tensor, context, layer, and repetitions=N" in capsys.readouterr().err
+    legal = ", ".join(registry.BENCHES)
+    assert f"{word} is no bench; legal: {legal}, and repetitions=N" in capsys.readouterr().err
 
 
 def test_a_missing_peer_is_told(monkeypatch, capsys):

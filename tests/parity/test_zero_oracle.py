@@ -35,7 +35,7 @@ def theirs(config, place, device):
     batches = global_batches(config, open_tokens(config.data))
     for step in range(STEPS):
         (whole,) = batches.microbatches_of(step)
-        batch = whole.numbered().map(lambda t: t.tensor_split(place.world)[place.rank])
+        batch = whole.numbered().part(place.rank, place.world)
         (model(batch).loss / (batch.targets >= 0).sum()).backward()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(config.train, step)

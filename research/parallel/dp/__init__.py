@@ -55,7 +55,7 @@ class DataParallel:
 
     def cut_batch(self, batch: Batch, config: RunConfig, mesh: Mesh) -> Batch:
         """Rows of this rank; where they do not divide, the first ranks take one more."""
-        return batch.map(lambda t: t.tensor_split(mesh.sizes["dp"])[mesh.at["dp"]])
+        return batch.part(mesh.at["dp"], mesh.sizes["dp"])
 
     def storage(self, config: RunConfig, built: Built, device: torch.device) -> Storage:
         grad_dtype = torch.bfloat16 if config.dp.grad_dtype == "bfloat16" else None
