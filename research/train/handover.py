@@ -43,7 +43,7 @@ class Handover:
 
     def give(self, name: Action, t: Tensor) -> None:
         if name in self._program.sends:
-            self._leaving[name] = comm.start_send(t, self._out[self._program.sends[name]])
+            self._leaving[name] = comm.start_send(t, self._out[self._program.sends[name]], PURPOSES[name.kind])
         else:
             self._here[name] = t
 
