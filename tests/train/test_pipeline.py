@@ -7,10 +7,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from research.data.tokens import open_tokens
 from research.launch.local import start
 from research.mesh import Mesh, total_ranks
-from research.parallel.pp import cost, schedule_of
+from research.parallel.pp import PipelineParallel, cost, schedule_of
 from research.parallel.pp.check import check
 from research.parallel.pp.generate import generate
 from research.parallel.pp.program import evaluation, program_of
+from research.parallel.pp.simulate import simulate
 from research.settings import load
 from research.train import executor
 from research.train.action import Action, made, parts
@@ -100,6 +101,16 @@ def test_peak_bytes_are_those_of_the_live_activations(layout):
     assert peak("1f1b", 8) == pytest.approx(live, rel=0.05)
     assert 3.4 < peak("gpipe", 8) / live < 4.2
     assert peak("zb_h1", 8) < 1.5 * live
+
+
+def test_a_program_takes_one_simulation_and_serves_every_evaluation(layout, monkeypatch):
+    simulated = []
+    counted = "research.parallel.pp.program.simulate"
+    monkeypatch.setattr(counted, lambda *given: simulated.append(given) or simulate(*given))
+    config, pipeline = layout("pp.degree=2", "pp.schedule=zbv", "train.microbatches=11"), PipelineParallel()
+    found = [pipeline.evaluation(config, rank, batches) for rank, batches in [(0, 5), (1, 5), (0, 5), (0, 6), (1, 5)]]
+    assert len(simulated) == 3 and found[0] is found[2] and found[1] is found[4]
+    assert len(found[0].entries) == 10 and len(found[3].entries) == 12
 
 
 def settling(program, handover):

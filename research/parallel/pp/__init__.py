@@ -68,7 +68,7 @@ class PipelineParallel:
 
     def evaluation(self, config: RunConfig, rank: int, batches: int) -> Program:
         """What a rank runs to evaluate so many batches."""
-        return program_of(evaluation(schedule_of(config.pp, config.train.microbatches), batches), rank)
+        return _evaluation_of(config.pp, config.train.microbatches, rank, batches)
 
 
 def stages_in(config: RunConfig) -> int:
@@ -86,6 +86,12 @@ def stages_in(config: RunConfig) -> int:
 @cache
 def schedule_of(pp: PpConfig, microbatches: int) -> Schedule:
     return generate(pp.schedule, pp.degree, microbatches, pp.stages_per_rank or None)
+
+
+@cache
+def _evaluation_of(pp: PpConfig, microbatches: int, rank: int, batches: int) -> Program:
+    """The same at every evaluation of a training."""
+    return program_of(evaluation(schedule_of(pp, microbatches), batches), rank)
 
 
 def with_copies(model: ModelConfig, parts: Sequence[str]) -> Sequence[str]:
