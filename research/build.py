@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from research import comm
-from research.built import Built, hollow
+from research.built import DTYPES, Built, hollow
 from research.config import RunConfig
 from research.mesh import Box, Group, Layout, Mesh
 from research.models import seams
@@ -49,7 +49,8 @@ def build(
                 value = hollow(layouts[name].local_shape(), torch.float32, device) if wait else initial(name)
                 setattr(module, leaf, nn.Parameter(value, requires_grad=spec.trained))
     stages = {n: stage for stage in sorted(here, reverse=True) for n in names_of(here[stage], declared)}
-    return Built(model, mesh, declared, layouts, replicas, attached, here, initial, stages, copies)
+    dtype = DTYPES[config.train.dtype]
+    return Built(model, mesh, declared, layouts, replicas, attached, dtype, here, initial, stages, copies)
 
 
 def united(parts: Iterable[Parts]) -> Parts:

@@ -14,7 +14,7 @@ from research.parallel.pp.program import evaluation, program_of
 from research.parallel.pp.simulate import simulate
 from research.settings import load
 from research.train import executor
-from research.train.action import Action, made, parts
+from research.train.action import Action, made
 from research.train.handover import Handover
 from research.train.loop import Trainer
 from research.train.memory import peak_bytes
@@ -113,12 +113,6 @@ def test_a_program_takes_one_simulation_and_serves_every_evaluation(layout, monk
     assert len(found[0].entries) == 10 and len(found[3].entries) == 12
 
 
-def settling(program, handover):
-    for place, entry in enumerate(program.entries):
-        handover.settle(place)
-        yield from parts(entry)
-
-
 @pytest.mark.parametrize(
     ("name", "ranks", "mib", "per_rank"),
     [("1f1b", 2, 16, None), ("interleaved", 2, 16, 3), ("dualpipe", 2, 16, None), ("zbv", 4, 4, None)],
@@ -138,7 +132,7 @@ def test_large_messages_cross_without_a_deadlock(layout, name, ranks, mib, per_r
         for way in program.ways:
             mesh.way(*way)
         handover = Handover(program, mesh, lambda m: torch.empty(mib * 2**18))
-        for action in settling(program, handover):
+        for action in handover.actions():
             kind, stage, m = made(action)
             step = {"F": -1, "B": 1, "W": 0}[kind]
             if step and 0 <= stage + step < schedule.stages:
@@ -146,7 +140,6 @@ def test_large_messages_cross_without_a_deadlock(layout, name, ranks, mib, per_r
                 assert torch.equal(handover.take(need), tensor(need))
             if step and 0 <= stage - step < schedule.stages:
                 handover.give(made(action), tensor(made(action)))
-        handover.finish()
         return sum(mesh.ledger.bytes.values())
 
     received = start(rank, ranks, layout().launch, LIMIT_S)
