@@ -1,11 +1,14 @@
 """The executor on several ranks: what it computes, holds and sends, beside what the schedule promises."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from research.data.tokens import open_tokens
 from research.launch.local import start
+from research.launch.process import fake_process_group
 from research.mesh import Mesh, total_ranks
 from research.parallel.pp import PipelineParallel, cost, schedule_of
 from research.parallel.pp.check import check
@@ -101,6 +104,23 @@ def test_peak_bytes_are_those_of_the_live_activations(layout):
     assert peak("1f1b", 8) == pytest.approx(live, rel=0.05)
     assert 3.4 < peak("gpipe", 8) / live < 4.2
     assert peak("zb_h1", 8) < 1.5 * live
+
+
+def test_groups_of_a_large_layout_are_as_many_as_the_readme_says(layout, monkeypatch):
+    words = ["pp.degree=8", "dp.degree=8", "tp.degree=8", "ep.degree=8", "pp.schedule=interleaved", "dp.zero=1"]
+    config, made = layout(*words, "model.layers=32", "model.kv_heads=8", "train.global_batch=16"), []
+
+    def new_group(ranks, timeout):
+        made.append(ranks)
+        return torch.distributed.group.WORLD
+
+    monkeypatch.setattr(torch.distributed, "new_group", new_group)
+    with fake_process_group(total_ranks(config), 0):
+        Trainer(config, Mesh.from_config(config, total_ranks(config), 0), torch.device("cpu"))
+    mine = sum(0 in ranks for ranks in made)
+    told = f"{len(made):,} at pp8 dp8 tp8 ep8 with `interleaved` and ZeRO, of which a rank is in {mine}."
+    readme = Path("research/parallel/pp/README.md").read_text(encoding="utf-8")
+    assert told in " ".join(readme.split())
 
 
 def test_a_program_takes_one_simulation_and_serves_every_evaluation(layout, monkeypatch):
