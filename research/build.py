@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from research import comm
-from research.built import SHARED, Built, hollow
+from research.built import DTYPES, SHARED, Built, hollow
 from research.config import RunConfig
 from research.mesh import Box, Group, Layout, Mesh
 from research.models import seams
@@ -52,7 +52,8 @@ def build(
     for stage, parts in here.items():
         for name in names_of(parts, declared):
             stages[name] = SHARED if name in stages else stage
-    return Built(model, mesh, declared, layouts, replicas, attached, here, initial, stages, copies)
+    dtype = DTYPES[config.train.dtype]
+    return Built(model, mesh, declared, layouts, replicas, attached, dtype, here, initial, stages, copies)
 
 
 def united(parts: Iterable[Parts]) -> Parts:

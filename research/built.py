@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from research.mesh import Group, Layout, Mesh
+from research.models.batch import Batch
 from research.models.decoder import Decoder, Parts
 from research.models.params import Spec
 from research.models.seams import Seams
@@ -32,6 +33,7 @@ class Built:
     layouts: dict[str, Layout]
     replicas: dict[str, Group]
     seams: Seams
+    dtype: torch.dtype  # of activations
     parts: dict[int, Parts]  # by stage that is here
     initial: Callable[[str], Tensor]  # a parameter's first value on this rank, padded to its local shape
     stages: dict[str, int] = field(default_factory=dict)  # of each parameter that is here; SHARED: several of them
@@ -41,6 +43,11 @@ class Built:
         """Whether this rank is the first of the pp axis that holds this parameter, so that it counts once."""
         group = self.copies.get(name)
         return group is None or group.rank == 0
+
+    def stream_like(self, batch: Batch) -> Tensor:
+        """Room for the residual stream of a batch between two layers (B, S, D): both sides of a message know it so."""
+        shape = *self.seams.residual(batch.tokens).shape, self.model.c.dim
+        return torch.empty(shape, dtype=self.dtype, device=batch.tokens.device)
 
 
 def hollow(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

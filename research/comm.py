@@ -11,7 +11,8 @@ n ranks of the group
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from fractions import Fraction
 from typing import TypeVar
 
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+from research.ledger import Meeting
 from research.mesh import Group
 
 SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
@@ -39,16 +41,17 @@ class Pending:
         group: Group,
         result: Tensor,
         work: dist.Work | None,
+        meeting: Meeting | None = None,
         given: Tensor | None = None,
         last: Callable[[], object] | None = None,
     ) -> None:
         self.result = result
-        self._group, self._work, self._given, self._last = group, work, given, last
+        self._group, self._work, self._meeting, self._given, self._last = group, work, meeting, given, last
 
     def wait(self) -> Tensor:
         if self._work is not None:
-            axis = self._group.axis
-            with record_function(f"wait for {axis}"), self._group.ledger.waiting(axis, self.result.device):
+            assert self._meeting is not None
+            with _waiting(self._group, self._meeting, self.result.device):
                 self._work.wait()
             if self._last is not None:
                 self._last()
@@ -59,13 +62,14 @@ class Pending:
 class Exchange:
     """Messages under way. Those sent must not be touched before `wait`, which returns those received."""
 
-    def __init__(self, group: Group, received: list[Tensor], sent: list[Tensor], works: Sequence[dist.Work]) -> None:
-        self._group, self._received, self._sent, self._works = group, received, sent, works
+    def __init__(
+        self, group: Group, meeting: Meeting, received: list[Tensor], sent: list[Tensor], works: Sequence[dist.Work]
+    ) -> None:
+        self._group, self._meeting, self._received, self._sent, self._works = group, meeting, received, sent, works
 
     def wait(self) -> list[Tensor]:
         if self._works:
-            axis, device = self._group.axis, [*self._received, *self._sent][0].device
-            with record_function(f"wait for {axis}"), self._group.ledger.waiting(axis, device):
+            with _waiting(self._group, self._meeting, [*self._received, *self._sent][0].device):
                 for work in self._works:
                     work.wait()
             self._works, self._sent = (), []
@@ -79,28 +83,29 @@ def start_exchange(
     passes between them in the same order, and all ranks start their exchanges in one order. The first one after a group
     was made concerns all of its ranks (NCCL)."""
     sent, received = [x.contiguous() for x, _ in send], [x for x, _ in receive]
+    meeting = group.ledger.meet(group.axis, group.ranks, purpose, "exchange")  # for all, who has no message as well
     if not (sent or received):
-        return Exchange(group, [], [], ())
+        return Exchange(group, meeting, [], [], ())
     _count(group, purpose, "exchange", Fraction(sum(x.numel() for x in received)), [*received, *sent][0])
     to, source = ([group.ranks[rank] for _, rank in messages] for messages in (send, receive))
     ops = [dist.P2POp(dist.isend, x, r, group.process_group) for x, r in zip(sent, to, strict=True)]
     ops += [dist.P2POp(dist.irecv, x, r, group.process_group) for x, r in zip(received, source, strict=True)]
     with record_function(f"{group.axis}: {purpose}"):
-        return Exchange(group, received, sent, dist.batch_isend_irecv(ops))
+        return Exchange(group, meeting, received, sent, dist.batch_isend_irecv(ops))
 
 
 def start_all_reduce(x: Tensor, group: Group, purpose: str, op: dist.ReduceOp.RedOpType = SUM) -> Pending:
     """Reduce x in place over the group."""
     if group.size == 1:
         return Pending(group, x, None)
-    _count(group, purpose, "all_reduce", Fraction(2 * (group.size - 1) * x.numel(), group.size), x)
+    meeting = _meet(group, purpose, "all_reduce", Fraction(2 * (group.size - 1) * x.numel(), group.size), x)
     with record_function(f"{group.axis}: {purpose}"):
         if x.dtype == torch.bfloat16 and op == SUM and _by_gloo(group):
             # It rounds at every hop; this sum rounds once.
             wide = x.float()
             work = dist.all_reduce(wide, op=op, group=group.process_group, async_op=True)
-            return Pending(group, x, work, wide, lambda: x.copy_(wide))
-        return Pending(group, x, dist.all_reduce(x, op=op, group=group.process_group, async_op=True))
+            return Pending(group, x, work, meeting, wide, lambda: x.copy_(wide))
+        return Pending(group, x, dist.all_reduce(x, op=op, group=group.process_group, async_op=True), meeting)
 
 
 def start_all_gather(x: Tensor, group: Group, purpose: str) -> Pending:
@@ -109,10 +114,10 @@ def start_all_gather(x: Tensor, group: Group, purpose: str) -> Pending:
     if group.size == 1:
         return Pending(group, x[None], None)
     out = x.new_empty(group.size, *x.shape)
-    _count(group, purpose, "all_gather", Fraction((group.size - 1) * x.numel()), x)
+    meeting = _meet(group, purpose, "all_gather", Fraction((group.size - 1) * x.numel()), x)
     with record_function(f"{group.axis}: {purpose}"):
         flat = out.view(-1, *x.shape[1:]) if x.dim() else out
-        return Pending(group, out, _all_gather(flat, x, group=group.process_group, async_op=True), x)
+        return Pending(group, out, _all_gather(flat, x, group=group.process_group, async_op=True), meeting, x)
 
 
 def start_reduce_scatter(x: Tensor, group: Group, purpose: str) -> Pending:
@@ -121,15 +126,16 @@ def start_reduce_scatter(x: Tensor, group: Group, purpose: str) -> Pending:
     if group.size == 1:
         return Pending(group, x[0], None)
     out = x.new_empty(x.shape[1:])
-    _count(group, purpose, "reduce_scatter", Fraction((group.size - 1) * out.numel()), x)
+    meeting = _meet(group, purpose, "reduce_scatter", Fraction((group.size - 1) * out.numel()), x)
     with record_function(f"{group.axis}: {purpose}"):
         if _by_gloo(group):
             # Its own is an all-reduce of everything, and rounds bfloat16 at every hop; this sum rounds once.
             parts = torch.empty_like(x)
             work = dist.all_to_all_single(parts, x, group=group.process_group, async_op=True)
-            return Pending(group, out, work, x, lambda: torch.sum(parts, 0, out=out))
+            return Pending(group, out, work, meeting, x, lambda: torch.sum(parts, 0, out=out))
         flat = x.view(-1, *out.shape[1:]) if out.dim() else x
-        return Pending(group, out, _reduce_scatter(out, flat, group=group.process_group, async_op=True), x)
+        work = _reduce_scatter(out, flat, group=group.process_group, async_op=True)
+        return Pending(group, out, work, meeting, x)
 
 
 def _by_gloo(group: Group) -> bool:
@@ -143,36 +149,35 @@ def start_all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], gr
         return Pending(group, x, None)
     out = x.new_empty(sum(received), *x.shape[1:])
     others = len(out) - received[group.rank]
-    _count(group, purpose, "all_to_all", Fraction(others * math.prod(x.shape[1:])), x)
+    meeting = _meet(group, purpose, "all_to_all", Fraction(others * math.prod(x.shape[1:])), x)
     with record_function(f"{group.axis}: {purpose}"):
         rows = list(received), list(sent)
-        return Pending(group, out, dist.all_to_all_single(out, x, *rows, group=group.process_group, async_op=True), x)
+        work = dist.all_to_all_single(out, x, *rows, group=group.process_group, async_op=True)
+        return Pending(group, out, work, meeting, x)
 
 
-def start_send(x: Tensor, way: Group) -> Pending:
-    """Send x from the first rank of a way to its last."""
+def start_send(x: Tensor, way: Group, purpose: str) -> Pending:
+    """Send x from the first rank of a way to its last, which counts its bytes."""
     x = x.contiguous()
-    way.ledger.sent(way.ranks)
+    meeting = way.ledger.meet(way.axis, way.ranks, purpose, "send")
     with record_function(f"{way.axis}: send"):
-        return Pending(way, x, dist.isend(x, way.ranks[-1], group=way.process_group))
+        return Pending(way, x, dist.isend(x, way.ranks[-1], group=way.process_group), meeting)
 
 
 class Receiving(Pending):
     """A message that may be asked for long before it is needed: it counts in the phase that needs it."""
 
-    def __init__(self, way: Group, result: Tensor, work: dist.Work | None, purpose: str) -> None:
-        super().__init__(way, result, work)
-        self._purpose = purpose
-
     def wait(self) -> Tensor:
-        _count(self._group, self._purpose, "receive", Fraction(self.result.numel()), self.result)
+        assert self._meeting is not None
+        _count(self._group, self._meeting.purpose, "receive", Fraction(self.result.numel()), self.result)
         return super().wait()
 
 
 def start_receive(out: Tensor, way: Group, purpose: str) -> Receiving:
     """Receive into `out`, on the last rank of a way, what its first rank sends. In the order in which it sends."""
+    meeting = way.ledger.meet(way.axis, way.ranks, purpose, "receive")
     with record_function(f"{way.axis}: {purpose}"):
-        return Receiving(way, out, dist.irecv(out, way.ranks[0], group=way.process_group), purpose)
+        return Receiving(way, out, dist.irecv(out, way.ranks[0], group=way.process_group), meeting)
 
 
 def all_reduce_(x: Tensor, group: Group, purpose: str, op: dist.ReduceOp.RedOpType = SUM) -> Tensor:
@@ -347,11 +352,22 @@ def gather_objects(value: T, group: Group, purpose: str) -> list[T]:
     """`value` of every rank of the group, in order. For reports before and after training, so it is not counted."""
     if group.size == 1:
         return [value]
-    group.ledger.meet(group.axis, group.ranks, purpose, "all_gather")
+    group.ledger.last = group.ledger.meet(group.axis, group.ranks, purpose, "all_gather")
     values: list[T | None] = [None] * group.size
     dist.all_gather_object(values, value, group=group.process_group)
     return values  # type: ignore[return-value]
 
 
+def _meet(group: Group, purpose: str, op: str, elements: Fraction, like: Tensor) -> Meeting:
+    _count(group, purpose, op, elements, like)
+    return group.ledger.meet(group.axis, group.ranks, purpose, op)
+
+
 def _count(group: Group, purpose: str, op: str, elements: Fraction, like: Tensor) -> None:
-    group.ledger.count(group.axis, group.ranks, purpose, op, elements * like.element_size())
+    group.ledger.count(group.axis, purpose, op, elements * like.element_size())
+
+
+@contextmanager
+def _waiting(group: Group, meeting: Meeting, device: torch.device) -> Iterator[None]:
+    with record_function(f"wait for {group.axis}"), group.ledger.waiting(meeting, device):
+        yield

@@ -21,6 +21,17 @@ class Label(NamedTuple):
     phase: str
 
 
+class Meeting(NamedTuple):
+    """A collective or a message: what it is, the ranks that share it, and its number among those of this axis and these
+    ranks."""
+
+    axis: str
+    purpose: str
+    op: str
+    ranks: tuple[int, ...]
+    number: int
+
+
 class Ledger:
     """Bytes are exact fractions, as 2 (n-1)/n of a buffer need not be whole."""
 
@@ -29,27 +40,21 @@ class Ledger:
         self.allocates = "activations"  # what fresh memory is for; `communication` where a collective needs a buffer
         self.bytes: defaultdict[Label, Fraction] = defaultdict(Fraction)
         self.calls: defaultdict[Label, int] = defaultdict(int)
-        self.started: Counter[tuple[int, ...]] = Counter()  # collectives by the ranks that share them, never cleared
-        self.last: tuple[Label, tuple[int, ...]] | None = None  # the one that was started last
+        self.started: Counter[tuple[str, tuple[int, ...]]] = Counter()  # meetings by axis and ranks, never cleared
+        self.last: Meeting | None = None  # the one that was waited for last
         self._wait_ms: defaultdict[str, float] = defaultdict(float)
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
-    def count(self, axis: str, ranks: tuple[int, ...], purpose: str, op: str, received: Fraction) -> None:
-        """A collective starts, in which this rank will have received so many bytes."""
-        label = self.meet(axis, ranks, purpose, op)
+    def count(self, axis: str, purpose: str, op: str, received: Fraction) -> None:
+        """This rank will have received so many bytes in a collective of this phase."""
+        label = Label(axis, purpose, op, self.phase)
         self.bytes[label] += received
         self.calls[label] += 1
 
-    def meet(self, axis: str, ranks: tuple[int, ...], purpose: str, op: str) -> Label:
-        """A collective starts whose bytes do not count; the watchdog has to know of it all the same."""
-        label = Label(axis, purpose, op, self.phase)
-        self.started[ranks] += 1
-        self.last = label, ranks
-        return label
-
-    def sent(self, ranks: tuple[int, ...]) -> None:
-        """A message leaves. Its receiver counts its bytes, and this rank does not wait."""
-        self.started[ranks] += 1
+    def meet(self, axis: str, ranks: tuple[int, ...], purpose: str, op: str) -> Meeting:
+        """A collective or a message starts; the watchdog has to know, whether its bytes count here or not."""
+        self.started[axis, ranks] += 1
+        return Meeting(axis, purpose, op, ranks, self.started[axis, ranks])
 
     @contextmanager
     def buffers(self) -> Iterator[None]:
@@ -61,9 +66,10 @@ class Ledger:
             self.allocates = before
 
     @contextmanager
-    def waiting(self, axis: str, device: torch.device) -> Iterator[None]:
-        """Time in which compute stands still for `axis`: host time on CPU, stream time on CUDA (no sync here). An
+    def waiting(self, meeting: Meeting, device: torch.device) -> Iterator[None]:
+        """Time in which compute stands still for its axis: host time on CPU, stream time on CUDA (no sync here). An
         evaluation is no part of a step, so it is not timed."""
+        self.last, axis = meeting, meeting.axis
         if self.phase == EVAL:
             yield
         elif device.type == "cuda":  # the stream waits, the host goes on

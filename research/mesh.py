@@ -192,6 +192,7 @@ class Mesh:
         order of the sender, without tags, which NCCL does not know.
         """
         group = self._across(f"{sender}>{receiver}", (sender, receiver))
+        assert connected(group.process_group), "a receive is posted before its send: NCCL must be connected by then"
         ranks = group.ranks if sender < receiver else group.ranks[::-1]
         return dataclasses.replace(group, axis="pp", ranks=ranks, rank=ranks.index(self.rank))
 
@@ -222,6 +223,12 @@ class Mesh:
         if axis == "world":
             return dist.group.WORLD
         return dist.new_group(list(ranks), timeout=self._timeout)
+
+
+def connected(group: dist.ProcessGroup | None) -> bool:
+    """Whether a group can be used by one of its ranks before the others come: NCCL connects one that is bound to a
+    device when it is made, any other at its first use."""
+    return group is None or dist.get_backend(group) != dist.Backend.NCCL or group.bound_device_id is not None
 
 
 def total_ranks(config: RunConfig) -> int:

@@ -3,15 +3,13 @@
 n tokens whose logits are asked for, V vocabulary
 """
 
-import torch
 from torch import Tensor
 
-from research.built import DTYPES, Built
+from research.built import Built
 from research.config import RunConfig
 from research.models.batch import Batch
 from research.models.decoder import holds
 from research.parallel.axis import staged
-from research.train.action import Action
 from research.train.handover import Handover
 
 
@@ -19,7 +17,7 @@ class Stages:
     """Stages run one after another, as in an evaluation of one batch."""
 
     def __init__(self, config: RunConfig, built: Built) -> None:
-        self.built, self.dtype = built, DTYPES[config.train.dtype]
+        self.built = built
         self.program = staged(config).evaluation(config, built.mesh.at["pp"], 1)
         for way in self.program.ways:  # making groups is collective
             built.mesh.way(*way)
@@ -27,19 +25,11 @@ class Stages:
     def logits(self, batch: Batch, rows: Tensor) -> Tensor | None:
         """What follows the tokens with these numbers (n,): (n, V) on the ranks that hold the head, None on others."""
         model, found = self.built.model, None
-        shape = *self.built.seams.residual(batch.tokens).shape, model.c.dim
-        handover = Handover(
-            self.program,
-            self.built.mesh,
-            lambda _: torch.empty(shape, dtype=self.dtype, device=batch.tokens.device),
-        )
-        for place, action in enumerate(self.program.actions):
-            handover.settle(place)
-            x = handover.take(Action("F", action.stage - 1, 0)) if action.stage else None
-            parts = self.built.parts[action.stage]
+        handover = Handover(self.program, self.built.mesh, lambda _: self.built.stream_like(batch))
+        for action in handover.actions():
+            x, parts = handover.stream(action), self.built.parts[action.stage]
             if holds(parts, "head"):
                 found = model.logits(batch, rows, x, parts)
             else:
                 handover.give(action, model.stream(batch, x, parts)[0])
-        handover.finish()
         return found

@@ -1,8 +1,9 @@
-"""Names the rank that hangs: who has not come to a collective that others have been waiting in for too long.
+"""Names the rank that hangs: who has not come to a collective or a message that others wait for, and waits for nobody.
 
-Each rank publishes how many collectives it has started in each group. A rank that has made no progress for
-`launch.timeout_s` looks at the others of the group it used last; those that have started fewer did not arrive.
-It works on what the host has issued, so that it is the same for gloo, which blocks, and NCCL, which does not.
+Each rank publishes how many it has started in each group, and which one it waited for last. A rank that has made no
+progress for `launch.timeout_s` looks who did not start that one; those may wait in turn, for whom is told by what they
+have published, and so on until ranks are met that wait for nobody. It works on what the host has issued, so that it is
+the same for gloo, which blocks, and NCCL, which does not.
 """
 
 import contextlib
@@ -10,7 +11,9 @@ import json
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache
 
 from torch.distributed.distributed_c10d import Store, _get_default_store
 
@@ -24,6 +27,17 @@ MOST_LISTED = 16
 
 class HangError(RuntimeError):
     """Ranks did not come to a collective in time."""
+
+
+@dataclass(frozen=True)
+class Stand:
+    """How far a rank has come: how much it has started by group, and what it waited for last: `number` of `group`."""
+
+    started: Mapping[str, int] = field(default_factory=dict)
+    what: str = ""
+    ranks: Sequence[int] = ()  # that share it
+    group: str = ""
+    number: int = 0
 
 
 @contextlib.contextmanager
@@ -45,38 +59,49 @@ def watched(ledger: Ledger, place: Place, timeout_s: float) -> Iterator[None]:
 
 
 def _watch(ledger: Ledger, place: Place, timeout_s: float, done: threading.Event) -> None:
-    store, published, since = _get_default_store(), -1, time.monotonic()
+    before, since = None, time.monotonic()
     every_s = max(LOOK_S, place.world * LOOK_S_PER_RANK)  # all ranks share one store
     while not done.wait(every_s):
-        total = ledger.started.total()
-        if total != published:
+        now = ledger.started.total(), ledger.last
+        if now != before:
             _publish(ledger, place)
-            published, since = total, time.monotonic()
-        elif time.monotonic() - since > timeout_s and (late := _late(ledger, store)):
+            before, since = now, time.monotonic()
+        elif time.monotonic() - since > timeout_s and (late := who_is_late(cache(_published), place.rank)):
             raise HangError(f"{late} after {timeout_s:g} s (launch.timeout_s)")
 
 
+def who_is_late(stand_of: Callable[[int], Stand], rank: int) -> str:
+    """The nearest ranks on the way from this one along what ranks wait for that wait for nobody, and what they are
+    waited for in; "" where this rank waits for nobody: it may be the late one."""
+
+    def behind(rank: int) -> list[int]:
+        """Those that have not started what this rank waits for."""
+        stand = stand_of(rank)
+        return [r for r in stand.ranks if stand_of(r).started.get(stand.group, 0) < stand.number]
+
+    chain = [rank]
+    for waiting in chain:
+        missing, stand = behind(waiting), stand_of(waiting)
+        if late := [r for r in missing if not behind(r)]:
+            return f"{stand.what}: of ranks {_listed(stand.ranks)}, ranks {_listed(late)} did not arrive"
+        chain += [r for r in missing if r not in chain]
+    return f"{stand_of(rank).what}: ranks {_listed(chain)} wait for each other" if len(chain) > 1 else ""
+
+
 def _publish(ledger: Ledger, place: Place) -> None:
-    counts = {_key(ranks): n for ranks, n in list(ledger.started.items())}
-    _get_default_store().set(f"started/{place.rank}", json.dumps(counts))
+    last = ledger.last  # before the counts, which must not be behind it
+    counts = {_key(*group): n for group, n in list(ledger.started.items())}
+    stand = Stand(counts)
+    if last is not None:
+        what = f"{last.op} of {last.purpose} on axis {last.axis} ({ledger.phase})"
+        stand = Stand(counts, what, last.ranks, _key(last.axis, last.ranks), last.number)
+    _get_default_store().set(f"started/{place.rank}", json.dumps(asdict(stand)))
 
 
-def _late(ledger: Ledger, store: Store) -> str:
-    """Who has not started the collective that this rank started last; "" if all have: this may be the late one."""
-    if ledger.last is None:
-        return ""
-    label, ranks = ledger.last
-    number = ledger.started[ranks]
-    behind = []
-    for rank in ranks:
-        key = f"started/{rank}"
-        counts = json.loads(store.get(key)) if store.check([key]) else {}
-        if counts.get(_key(ranks), 0) < number:
-            behind.append(rank)
-    if not behind:
-        return ""
-    what = f"{label.op} of {label.purpose} on axis {label.axis} ({label.phase})"
-    return f"{what}: of ranks {_listed(ranks)}, ranks {_listed(behind)} did not arrive"
+def _published(rank: int) -> Stand:
+    store: Store = _get_default_store()
+    key = f"started/{rank}"
+    return Stand(**json.loads(store.get(key))) if store.check([key]) else Stand()
 
 
 def _listed(ranks: Sequence[int]) -> str:
@@ -84,6 +109,6 @@ def _listed(ranks: Sequence[int]) -> str:
     return head if len(ranks) <= MOST_LISTED else f"{head},.. ({len(ranks)} in all)"
 
 
-def _key(ranks: tuple[int, ...]) -> str:
+def _key(axis: str, ranks: tuple[int, ...]) -> str:
     """Short, as every rank publishes one of each of its groups."""
-    return f"{zlib.crc32(repr(ranks).encode()):x}"
+    return f"{zlib.crc32(repr((axis, ranks)).encode()):x}"

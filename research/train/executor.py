@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.profiler import record_function
 
-from research.built import DTYPES, Built
+from research.built import Built
 from research.ledger import EVAL
 from research.models.batch import Batch
 from research.models.decoder import Output
 from research.models.kernels import Kept
-from research.train.action import Action, Program, made, parts
+from research.train.action import Action, Program, made
 from research.train.handover import Handover
 from research.train.storage import Storage
 
@@ -69,11 +69,9 @@ def execute(
     tokens than a step.
     """
     walk = _Walk(program, built, batch, weigh, storage)
-    for place, entry in enumerate(program.entries):
-        walk.handover.settle(place)
-        for action in parts(entry):  # of a pair too: one after the other
-            with around(action):
-                walk.run(action)
+    for action in walk.handover.actions():
+        with around(action):
+            walk.run(action)
     walk.finish()
     return walk.losses
 
@@ -90,17 +88,11 @@ class _Walk:
         dtype = storage.dtype if self.trains else torch.float64
         shape = len(weigh.tokens), 2 + len(weigh.ahead)
         self.losses = torch.zeros(shape, dtype=dtype, device=storage.device)
-        self.handover = Handover(program, built.mesh, self._stream)
+        self.handover = Handover(program, built.mesh, lambda m: built.stream_like(batch(m)))
         self._last = {a.stage: a for a in actions if a.kind in ("W", "BW")}  # of each stage, to make gradients
         self._inputs: dict[tuple[int, int], Tensor | None] = {}  # by stage and microbatch, as all that follow
         self._roots: dict[tuple[int, int], Roots] = {}
         self._kept: dict[tuple[int, int], list[Kept]] = {}
-
-    def _stream(self, microbatch: int) -> Tensor:
-        """Room for the residual stream of a microbatch: both sides of a message know its shape from the batch."""
-        shape = self.built.seams.residual(self.batch(microbatch).tokens).shape
-        dtype = DTYPES[self.storage.config.dtype]
-        return torch.empty(*shape, self.built.model.c.dim, dtype=dtype, device=self.storage.device)
 
     def run(self, action: Action) -> None:
         self.built.mesh.ledger.phase = action.kind if self.trains else EVAL
@@ -113,7 +105,6 @@ class _Walk:
                 self._backward(action)
 
     def finish(self) -> None:
-        self.handover.finish()
         assert not self._inputs and not self._kept
         if self.trains:
             self.storage.finish_backward()
@@ -121,7 +112,7 @@ class _Walk:
     def _forward(self, action: Action) -> None:
         _, stage, m = action
         self.storage.begin_forward(stage)
-        x = self.handover.take(Action("F", stage - 1, m)) if stage else None
+        x = self.handover.stream(action)
         with torch.set_grad_enabled(self.trains):
             x = x if x is None else x.requires_grad_(self.trains)
             output = self.built.model(self.batch(m), x, self.built.parts[stage])

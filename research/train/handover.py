@@ -4,19 +4,19 @@ B batch, S local sequence, D model
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
 from research import comm
 from research.mesh import Mesh
-from research.train.action import Action, Program
+from research.train.action import Action, Program, parts
 
 PURPOSES = {"F": "activations", "B": "gradients"}
 
 
 class Handover:
-    """What the same rank needs next stays here, the rest travels. Nothing blocks but `take`, and `settle` where it may.
+    """What the same rank needs next stays here, the rest travels. Nothing blocks but `take`, and `actions` before some.
 
     Messages of a sender are asked for in its order, each into a buffer of its own, and the next one as soon as the one
     before it is used: it travels beside what is computed meanwhile.
@@ -36,14 +36,24 @@ class Handover:
         for sender in program.receives:
             self._ask(sender)
 
-    def settle(self, place: int) -> None:
-        """Before the entry at this place: let go of what has been sent and used since."""
-        for name in self._program.settled.get(place, ()):
-            self._leaving.pop(name).wait()
+    def actions(self) -> Iterator[Action]:
+        """Those of the program, of a pair one after the other. Before an entry, what was sent and has been asked for is
+        let go of; after the last one, everything."""
+        for place, entry in enumerate(self._program.entries):
+            for name in self._program.settled.get(place, ()):
+                self._leaving.pop(name).wait()
+            yield from parts(entry)
+        while self._leaving:
+            self._leaving.popitem()[1].wait()
+        assert not self._here and not any(self._due.values()) and not any(self._coming.values())
+
+    def stream(self, forward: Action) -> Tensor | None:
+        """The residual stream (B, S, D) that a forward goes on from; None: from tokens."""
+        return self.take(forward._replace(stage=forward.stage - 1)) if forward.stage else None
 
     def give(self, name: Action, t: Tensor) -> None:
         if name in self._program.sends:
-            self._leaving[name] = comm.start_send(t, self._out[self._program.sends[name]])
+            self._leaving[name] = comm.start_send(t, self._out[self._program.sends[name]], PURPOSES[name.kind])
         else:
             self._here[name] = t
 
@@ -63,9 +73,3 @@ class Handover:
         name = self._due[sender].popleft()
         room = self._fresh(name.microbatch)
         self._coming[sender][name] = comm.start_receive(room, self._in[sender], PURPOSES[name.kind])
-
-    def finish(self) -> None:
-        """All has been used."""
-        while self._leaving:
-            self._leaving.popitem()[1].wait()
-        assert not self._here and not any(self._due.values()) and not any(self._coming.values())

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from research import comm
-from research.built import DTYPES, Built
+from research.built import Built
 from research.config import TrainConfig
 from research.mesh import Box, Group
 from research.train.optim import adamw, make_moments
@@ -158,7 +158,7 @@ class Storage:
             used.data = used.detach().to(dtype)
 
     def _used_dtype(self, name: str) -> torch.dtype:
-        return self.dtype if self.built.specs[name].keep_float32 else DTYPES[self.config.dtype]
+        return self.dtype if self.built.specs[name].keep_float32 else self.built.dtype
 
     def begin_forward(self, stage: int) -> None:
         """Before the forward of a microbatch on a stage: all weights are here."""

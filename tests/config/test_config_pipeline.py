@@ -5,6 +5,7 @@ import pytest
 from experiments.command import CHECKS
 from research import settings
 from research.config import ConfigError
+from research.parallel import pp
 from research.parallel.pp.csv_file import to_csv
 from research.parallel.pp.generate import generate
 
@@ -21,6 +22,8 @@ TINY = "experiments/configs/tiny.yaml"
         ("pp.degree=2 pp.stages_per_rank=-1", r"pp.stages_per_rank=-1 is out of range"),
         ("pp.degree=7", r"pp.degree=7 makes 7 stages, of which some would be empty: model.layers=4, .*; legal: 1 to 6"),
         ("pp.degree=4 pp.schedule=zbv", r"pp.degree=4 makes 8 stages"),
+        ("pp.schedule=zbvv", r"pp.schedule=zbvv is unknown; legal: gpipe, "),
+        ("pp.stages_per_rank=7", r"pp.stages_per_rank=7 does not fit schedule=1f1b; legal: 1"),
         ("pp.degree=2 pp.schedule=file:nowhere.csv", r"pp.schedule=file:nowhere.csv cannot be run: .* cannot be read"),
     ],
 )
@@ -29,7 +32,27 @@ def test_refused(words, told):
         settings.load(TINY, words.split(), CHECKS)
 
 
-@pytest.mark.parametrize("words", ["pp.degree=6", "pp.degree=2 pp.schedule=interleaved pp.stages_per_rank=3"])
+@pytest.mark.parametrize(
+    ("words", "stages"),
+    [
+        ("pp.degree=2000 pp.schedule=zbv", 4000),
+        ("pp.degree=3000 pp.schedule=dualpipe_v", 6000),
+        ("pp.degree=3000 pp.schedule=dualpipe", 3000),
+        ("pp.degree=4 pp.schedule=interleaved pp.stages_per_rank=100000", 400000),
+    ],
+)
+def test_too_many_stages_are_refused_before_a_schedule_is_made(words, stages, monkeypatch):
+    monkeypatch.setattr(pp, "generate", lambda *numbers: pytest.fail("a schedule was made"))
+    with pytest.raises(ConfigError, match=rf"makes {stages} stages, .*; legal: 1 to 6 stages"):
+        settings.load(TINY, words.split(), CHECKS)
+
+
+ACCEPTED = ["pp.degree=6", "pp.degree=2 pp.schedule=interleaved pp.stages_per_rank=3"]
+# Keys that wait: pp.degree alone switches the axis off and on.
+ACCEPTED += ["pp.schedule=dualpipe", "pp.schedule=interleaved pp.stages_per_rank=3", "pp.schedule=file:nowhere.csv"]
+
+
+@pytest.mark.parametrize("words", ACCEPTED)
 def test_accepted(words):
     settings.load(TINY, words.split(), CHECKS)
 
@@ -40,6 +63,7 @@ def test_accepted(words):
         (lambda text: text, None),
         (lambda text: text.replace("0F0,", "0F1,", 1), "F of stage 0, microbatch 0 runs 0 times"),
         (lambda text: "\n".join(text.splitlines()[:1]), "ranks=2; legal: 1"),
+        (lambda text: to_csv(generate("gpipe", 1, 2)) + "\n", "cannot be run: rank 1 runs nothing"),
     ],
 )
 def test_a_schedule_of_a_file_is_checked(tmp_path, change, told):

@@ -8,6 +8,7 @@ import torch
 from research import comm
 from research.config import LaunchConfig
 from research.launch.local import start
+from research.ledger import Meeting
 from research.mesh import Mesh
 
 
@@ -39,13 +40,19 @@ def one_sender(mesh):
     group = mesh.group("cp")
     buffer = torch.empty(3)
     send = [(torch.arange(3.0), 1)] if group.rank == 0 else []
-    comm.start_exchange(send, [(buffer, 0)] if group.rank == 1 else [], group, "numbers").wait()
-    return buffer.tolist(), sum(mesh.ledger.bytes.values())
+    pending = comm.start_exchange(send, [(buffer, 0)] if group.rank == 1 else [], group, "numbers")
+    assert mesh.ledger.last is None  # started, not waited for
+    pending.wait()
+    return buffer.tolist(), mesh.ledger
 
 
 def test_some_ranks_send_and_some_receive():
-    first, second, third = bodies(one_sender, 3)
-    assert second == ([0.0, 1.0, 2.0], 12) and first[1] == third[1] == 0
+    """All have started one exchange, so that nobody misses the one that had no part in it."""
+    received, ledgers = zip(*bodies(one_sender, 3), strict=True)
+    assert received[1] == [0.0, 1.0, 2.0] and [sum(ledger.bytes.values()) for ledger in ledgers] == [0, 12, 0]
+    assert all(ledger.started == {("cp", (0, 1, 2)): 1} for ledger in ledgers)
+    waited = Meeting("cp", "numbers", "exchange", (0, 1, 2), 1)
+    assert [ledger.last for ledger in ledgers] == [waited, waited, None]
 
 
 def turned(mesh):

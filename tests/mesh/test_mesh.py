@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from research.config import ConfigError, RunConfig, replace
 from research.launch.process import fake_process_group
-from research.mesh import DENSE, EXPERT, Layout, Mesh, total_ranks
+from research.mesh import DENSE, EXPERT, Layout, Mesh, connected, total_ranks
 from research.settings import load
 
 SIZES = [
@@ -53,6 +53,18 @@ def test_stage_and_world():
         assert mesh.group("stage").ranks == tuple(range(8, 16))
         assert mesh.group("sample").ranks == (8, 9, 10, 11)
         assert mesh.group("world").ranks == tuple(range(16))
+
+
+def test_a_way_over_nccl_must_be_connected_before_its_first_message(monkeypatch):
+    """Else a receive that is posted early, and its send, would wait for each other."""
+    with fake_process_group(2, 0):
+        mesh = Mesh({"pp": 2}, 0, fake=True)
+        assert mesh.way(0, 1).size == 2
+        monkeypatch.setattr(dist, "get_backend", lambda group: dist.Backend.NCCL)
+        with pytest.raises(AssertionError, match="NCCL must be connected"):
+            mesh.way(1, 0)
+        dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
+        assert connected(dist.group.WORLD)
 
 
 def test_expert_ranks_must_fold():

@@ -1,19 +1,23 @@
 """The executor on several ranks: what it computes, holds and sends, beside what the schedule promises."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from research.data.tokens import open_tokens
 from research.launch.local import start
+from research.launch.process import fake_process_group
 from research.mesh import Mesh, total_ranks
-from research.parallel.pp import cost, schedule_of
+from research.parallel.pp import PipelineParallel, cost, schedule_of
 from research.parallel.pp.check import check
 from research.parallel.pp.generate import generate
 from research.parallel.pp.program import evaluation, program_of
+from research.parallel.pp.simulate import simulate
 from research.settings import load
 from research.train import executor
-from research.train.action import Action, made, parts
+from research.train.action import Action, made
 from research.train.handover import Handover
 from research.train.loop import Trainer
 from research.train.memory import peak_bytes
@@ -102,10 +106,31 @@ def test_peak_bytes_are_those_of_the_live_activations(layout):
     assert peak("zb_h1", 8) < 1.5 * live
 
 
-def settling(program, handover):
-    for place, entry in enumerate(program.entries):
-        handover.settle(place)
-        yield from parts(entry)
+def test_groups_of_a_large_layout_are_as_many_as_the_readme_says(layout, monkeypatch):
+    words = ["pp.degree=8", "dp.degree=8", "tp.degree=8", "ep.degree=8", "pp.schedule=interleaved", "dp.zero=1"]
+    config, made = layout(*words, "model.layers=32", "model.kv_heads=8", "train.global_batch=16"), []
+
+    def new_group(ranks, timeout):
+        made.append(ranks)
+        return torch.distributed.group.WORLD
+
+    monkeypatch.setattr(torch.distributed, "new_group", new_group)
+    with fake_process_group(total_ranks(config), 0):
+        Trainer(config, Mesh.from_config(config, total_ranks(config), 0), torch.device("cpu"))
+    mine = sum(0 in ranks for ranks in made)
+    told = f"{len(made):,} at pp8 dp8 tp8 ep8 with `interleaved` and ZeRO, of which a rank is in {mine}."
+    readme = Path("research/parallel/pp/README.md").read_text(encoding="utf-8")
+    assert told in " ".join(readme.split())
+
+
+def test_a_program_takes_one_simulation_and_serves_every_evaluation(layout, monkeypatch):
+    simulated = []
+    counted = "research.parallel.pp.program.simulate"
+    monkeypatch.setattr(counted, lambda *given: simulated.append(given) or simulate(*given))
+    config, pipeline = layout("pp.degree=2", "pp.schedule=zbv", "train.microbatches=11"), PipelineParallel()
+    found = [pipeline.evaluation(config, rank, batches) for rank, batches in [(0, 5), (1, 5), (0, 5), (0, 6), (1, 5)]]
+    assert len(simulated) == 3 and found[0] is found[2] and found[1] is found[4]
+    assert len(found[0].entries) == 10 and len(found[3].entries) == 12
 
 
 @pytest.mark.parametrize(
@@ -127,7 +152,7 @@ def test_large_messages_cross_without_a_deadlock(layout, name, ranks, mib, per_r
         for way in program.ways:
             mesh.way(*way)
         handover = Handover(program, mesh, lambda m: torch.empty(mib * 2**18))
-        for action in settling(program, handover):
+        for action in handover.actions():
             kind, stage, m = made(action)
             step = {"F": -1, "B": 1, "W": 0}[kind]
             if step and 0 <= stage + step < schedule.stages:
@@ -135,7 +160,6 @@ def test_large_messages_cross_without_a_deadlock(layout, name, ranks, mib, per_r
                 assert torch.equal(handover.take(need), tensor(need))
             if step and 0 <= stage - step < schedule.stages:
                 handover.give(made(action), tensor(made(action)))
-        handover.finish()
         return sum(mesh.ledger.bytes.values())
 
     received = start(rank, ranks, layout().launch, LIMIT_S)

@@ -11,7 +11,7 @@ from research.models.kernels import Products
 from research.models.seams import Seam
 from research.parallel.pp.check import check
 from research.parallel.pp.cut import EMBEDDING, HEAD, evenly
-from research.parallel.pp.generate import FILE, generate, refusals
+from research.parallel.pp.generate import FILE, generate, refusals, stages_of
 from research.parallel.pp.program import evaluation, program_of
 from research.parallel.pp.schedule import Schedule
 from research.train.action import Program
@@ -29,22 +29,21 @@ class PipelineParallel:
     splits: Mapping[str, str] = {}
 
     def problems(self, config: RunConfig) -> Iterator[Problem]:
-        pp = config.pp
-        if pp.degree == 1:
-            return
+        """With degree 1 the other keys wait for a larger one, and refused is only what no degree would do. Stages are
+        counted before a schedule is made, which would take long for too many."""
+        pp, most = config.pp, config.model.layers + 2
         found = refusals(pp.schedule, pp.degree, config.train.microbatches, pp.stages_per_rank or None)
+        found = [p for p in found if pp.degree > 1 or p.key != "ranks"]
         yield from (dataclasses.replace(p, key=KEYS[p.key]) for p in found)
-        if found:
+        if found or pp.degree == 1:
             return
         try:
-            schedule = schedule_of(pp, config.train.microbatches)
-            if pp.schedule.startswith(FILE):
-                check(schedule)
+            stages = stages_in(config)
         except ValueError as error:
             yield Problem("pp.schedule", pp.schedule, f"cannot be run: {error}", "one that fits, or another schedule")
             return
-        if schedule.stages > (most := config.model.layers + 2):
-            rule = f"makes {schedule.stages} stages, of which some would be empty: model.layers={config.model.layers},"
+        if stages > most:
+            rule = f"makes {stages} stages, of which some would be empty: model.layers={config.model.layers},"
             yield Problem("pp.degree", pp.degree, f"{rule} embedding and head are {most} parts", f"1 to {most} stages")
 
     def seams(self, config: RunConfig, mesh: Mesh, products: Products) -> Mapping[str, Seam]:
@@ -69,12 +68,30 @@ class PipelineParallel:
 
     def evaluation(self, config: RunConfig, rank: int, batches: int) -> Program:
         """What a rank runs to evaluate so many batches."""
-        return program_of(evaluation(schedule_of(config.pp, config.train.microbatches), batches), rank)
+        return _evaluation_of(config.pp, config.train.microbatches, rank, batches)
+
+
+def stages_in(config: RunConfig) -> int:
+    """How many stages the schedule has. Raises ValueError for a file that cannot be run."""
+    pp = config.pp
+    if not pp.schedule.startswith(FILE):
+        return stages_of(pp.schedule, pp.degree, pp.stages_per_rank or None)
+    schedule = schedule_of(pp, config.train.microbatches)
+    check(schedule)
+    if idle := [rank for rank, stages in enumerate(schedule.holds) if not stages]:
+        raise ValueError("; ".join(f"rank {rank} runs nothing" for rank in idle))
+    return schedule.stages
 
 
 @cache
 def schedule_of(pp: PpConfig, microbatches: int) -> Schedule:
     return generate(pp.schedule, pp.degree, microbatches, pp.stages_per_rank or None)
+
+
+@cache
+def _evaluation_of(pp: PpConfig, microbatches: int, rank: int, batches: int) -> Program:
+    """The same at every evaluation of a training."""
+    return program_of(evaluation(schedule_of(pp, microbatches), batches), rank)
 
 
 def with_copies(model: ModelConfig, parts: Sequence[str]) -> Sequence[str]:

@@ -75,10 +75,6 @@ class Bidirectional:
     copies: int
     per_rank: int = 2
 
-    @property
-    def together(self) -> int:
-        return self.copies
-
     def holds(self, ranks: int, per_rank: int) -> Placement:
         return folded(ranks) if self.copies == 1 else mirrored(ranks)
 

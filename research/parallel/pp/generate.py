@@ -36,12 +36,18 @@ def generate(name: str, ranks: int, microbatches: int, per_rank: int | None = No
     if name.startswith(FILE):
         return _fitting(read(Path(name.removeprefix(FILE))), ranks, microbatches, per_rank)
     family = FAMILIES[name]
+    stages = stages_of(name, ranks, per_rank)
     per_rank = per_rank or family.per_rank or ANY
     enough = family.suits(ranks, microbatches)
-    holds = family.holds(ranks, per_rank)
     actions = tuple(map(tuple, family.lists(ranks, per_rank, enough)))
-    schedule = Schedule(name, 1 + max(max(stages) for stages in holds), enough, holds, actions)
+    schedule = Schedule(name, stages, enough, family.holds(ranks, per_rank), actions)
     return schedule if enough == microbatches else restrict(schedule, microbatches)
+
+
+def stages_of(name: str, ranks: int, per_rank: int | None = None) -> int:
+    """How many stages a schedule of that name has, which need not be made for it."""
+    family = FAMILIES[name]
+    return ranks * (per_rank or family.per_rank or ANY) // family.copies
 
 
 def refusals(name: str, ranks: int, microbatches: int, per_rank: int | None = None) -> list[Problem]:
@@ -53,9 +59,9 @@ def refusals(name: str, ranks: int, microbatches: int, per_rank: int | None = No
     if name not in FAMILIES:
         return [*found, Problem("schedule", name, "is unknown", f"{', '.join(FAMILIES)}, {FILE}PATH")]
     family = FAMILIES[name]
-    if ranks % family.together:
-        legal = ", ".join(str(family.together * i) for i in range(1, 4))
-        rule = f"must be a multiple of {family.together} for schedule={name}"
+    if ranks % family.copies:
+        legal = ", ".join(str(family.copies * i) for i in range(1, 4))
+        rule = f"must be a multiple of {family.copies} for schedule={name}"
         found.append(Problem("ranks", ranks, rule, f"{legal}, ..."))
     if per_rank is not None and family.per_rank not in (None, per_rank):
         found.append(Problem("stages per rank", per_rank, f"does not fit schedule={name}", str(family.per_rank)))

@@ -22,7 +22,7 @@ class Loop:
     late: int | None = None
     breadth: bool = False
     per_rank: int | None = 1
-    together: int = 1
+    copies: int = 1
 
     def holds(self, ranks: int, per_rank: int) -> Placement:
         return round_robin(ranks, per_rank)

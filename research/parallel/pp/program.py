@@ -4,7 +4,7 @@ from bisect import bisect_right
 
 from research.parallel.pp.check import messages
 from research.parallel.pp.schedule import Schedule
-from research.parallel.pp.simulate import even, simulate
+from research.parallel.pp.simulate import Timeline, even, simulate
 from research.train.action import Action, Program, parts
 
 
@@ -13,8 +13,8 @@ def program_of(schedule: Schedule, rank: int) -> Program:
     a sender may wait for it before its entries that start later. All waits then point to earlier moments, so they form
     no circle, however long things really take."""
     sent = messages(schedule)
-    needed = _needed(schedule)
-    starts = simulate(schedule, even(schedule, 1.0, 1.0, 1.0)).starts[rank]
+    line = simulate(schedule, even(schedule, 1.0, 1.0, 1.0))
+    needed, starts = _needed(line), line.starts[rank]
     settled: dict[int, list[Action]] = {}
     for (sender, _), names in sent.items():
         for name in names if sender == rank else ():
@@ -28,11 +28,10 @@ def program_of(schedule: Schedule, rank: int) -> Program:
     )
 
 
-def _needed(schedule: Schedule) -> dict[Action, float]:
-    """When, in a simulation with equal times, a stage starts with what its neighbour has made for it."""
-    line = simulate(schedule, even(schedule, 1.0, 1.0, 1.0))
+def _needed(line: Timeline) -> dict[Action, float]:
+    """When a stage starts with what its neighbour has made for it."""
     found = {}
-    for entries, starts in zip(schedule.actions, line.starts, strict=True):
+    for entries, starts in zip(line.schedule.actions, line.starts, strict=True):
         for entry, start in zip(entries, starts, strict=True):
             for kind, stage, m in parts(entry):
                 if kind == "F":

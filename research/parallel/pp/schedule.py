@@ -60,8 +60,8 @@ class Family(Protocol):
         ...
 
     @property
-    def together(self) -> int:
-        """What the number of ranks must be a multiple of."""
+    def copies(self) -> int:
+        """Ranks that hold each stage; the number of ranks must be a multiple of it."""
         ...
 
     def holds(self, ranks: int, per_rank: int) -> Placement:

@@ -37,7 +37,7 @@ class Block:
     turn: int
     back: int
     per_rank: int = 2
-    together: int = 1
+    copies: int = 1
 
     def holds(self, ranks: int, per_rank: int) -> Placement:
         return folded(ranks)
