@@ -15,9 +15,9 @@ from research.report.lines import Line, differences, lines
 from research.report.tables import ABSENT, MIB, number
 
 NOTES = """\
-- Simulated: all ranks have a core of their own and as much work, a forward and both halves of a backward take as long,
-  nothing is sent. A run in one process that differs in `pp` alone tells time and activations of the whole model.
-- Bubble: of the rank that waits longest for stages of others, as a share of the mean step.
+- Simulated: every rank has a core of its own and as much work, a forward and both halves of a backward take as long,
+  nothing is sent. A run that differs in `pp` alone and has no stages tells time and activations of the whole model.
+- Bubble: what the rank that waits longest for stages of others waits in a step (mean), as a share of the step (median).
 - Activations: in the fullest moment of a step, of the rank that holds most."""
 MEASURED = {
     "step_ms": ("step (ms)", 1),
@@ -29,7 +29,7 @@ COLUMNS = ("schedule", "ranks", "microbatches", *(f"{name}{by}" for name in MEAS
 
 def beside(rows: Iterable[Row], order: Sequence[str] | None = None) -> pd.DataFrame:
     """A line for each line of a table whose model is cut into stages. NaN where nothing tells what is simulated: no run
-    in one process, or a schedule's file that has gone. Raises ValueError where there are no rows."""
+    without stages, or a schedule's file that has gone. Raises ValueError where there are no rows."""
     found = lines(rows, order)
     told = {line.name: {**_measured(line), **_simulated(line, found)} for line in found if is_cut(line.rows[0])}
     return pd.DataFrame.from_dict(told, orient="index").reindex(columns=list(COLUMNS)).rename_axis("arm")
@@ -48,11 +48,11 @@ def section(rows: Iterable[Row], order: Sequence[str] | None = None) -> str:
 
 def timelines(rows: Iterable[Row], order: Sequence[str] | None = None) -> dict[str, list[Timeline]]:
     """The schedules of the rows, simulated with equal times; by ranks and microbatches, such as "pp4-8"."""
-    found: dict[str, dict[str, Timeline]] = {}
+    found: dict[str, dict[tuple[str, int], Timeline]] = {}
     for line in lines(rows, order):
         if is_cut(line.rows[0]) and (timeline := _timeline(line)) is not None:
             s = timeline.schedule
-            found.setdefault(f"pp{s.ranks}-{s.microbatches}", {})[s.name] = timeline
+            found.setdefault(f"pp{s.ranks}-{s.microbatches}", {})[s.name, s.stages] = timeline
     return {name: list(each.values()) for name, each in found.items()}
 
 
@@ -68,7 +68,7 @@ def _measured(line: Line) -> Mapping[str, object]:
         "ranks": config["pp"]["degree"],
         "microbatches": config["train"]["microbatches"],
         "step_ms": line.mean(lambda r: r.step_ms),
-        "bubble": line.mean(_waited),
+        "bubble": line.mean(lambda r: r.exposed_comm_ms.get("pp", 0.0) / r.step_ms),
         "activations_bytes": line.mean(_activations),
     }
 
@@ -81,7 +81,7 @@ def _simulated(line: Line, among: Sequence[Line]) -> Mapping[str, float]:
     for one in among:
         if not is_cut(one.rows[0]) and all(name.startswith("pp.") for name in differences([line, one])):
             told["step_ms_simulated"] = one.mean(lambda r: r.step_ms) / (schedule.ranks * (1 - timeline.bubble))
-            share = max(check(schedule).live) / schedule.stages  # one process holds one microbatch of all stages
+            share = max(check(schedule).live) / schedule.stages  # without stages one microbatch is alive
             told["activations_bytes_simulated"] = one.mean(_activations) * share
     return told
 
@@ -93,11 +93,6 @@ def _timeline(line: Line) -> Timeline | None:
     except ValueError:  # a file that has gone, or keys of other code
         return None
     return simulate(schedule, even(schedule, 1, 1, 1))
-
-
-def _waited(row: Row) -> float:
-    mean_ms = row.tokens / len(row.losses) / row.tokens_per_s * 1e3
-    return row.exposed_comm_ms.get("pp", 0.0) / mean_ms
 
 
 def _activations(row: Row) -> float:

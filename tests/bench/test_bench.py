@@ -151,9 +151,8 @@ def test_pipelined_steps_are_equal(monkeypatch):
     with pytest.raises(RankError, match="losses of quintet and torch pipelining differ by"):
         compare(plain, 2)
     monkeypatch.setattr(Storage, "accumulate", lambda *args: None)
-    for one in split:
-        with pytest.raises(RankError, match=r"losses of quintet (zb_h1|zbv) and quintet 1f1b differ by"):
-            compare(one, 2)
+    with pytest.raises(RankError, match="losses of quintet zb_h1 and quintet 1f1b differ by"):
+        compare(split[0], 2)
 
 
 def test_the_command(monkeypatch, tmp_path, capsys):

@@ -8,8 +8,6 @@ from research.report.pipelines import beside, timelines
 from research.report.publish import write_tables
 from research.settings import from_mapping, to_mapping
 
-LINES, TOKENS = 30, 30720
-
 
 @pytest.fixture
 def run(make_row):
@@ -20,8 +18,6 @@ def run(make_row):
             run_id=arm,
             config=config,
             step_ms=step_ms,
-            tokens=TOKENS,
-            tokens_per_s=TOKENS / LINES / 0.1,  # 100 ms a step
             exposed_comm_ms={"pp": waited_ms, "world": 3.0},
             rank_peak_bytes=[{"activations": activations - 1}, {"activations": activations}],
         )
@@ -36,12 +32,12 @@ def one(run):
 
 def test_by_hand(run, one):
     """Two ranks, four microbatches: of ten slots of a rank two are waited, whichever of the two schedules."""
-    rows = [one, run("1f1b", 70.0, 810, 25.0, degree=2), run("gpipe", 71.0, 1500, 24.0, degree=2, schedule="gpipe")]
+    rows = [one, run("1f1b", 70.0, 810, 21.0, degree=2), run("gpipe", 80.0, 1500, 20.0, degree=2, schedule="gpipe")]
     table = beside(rows)
     assert list(table.index) == ["1f1b", "gpipe"] and list(table.schedule) == ["1f1b", "gpipe"]
     assert table.loc["1f1b", ["ranks", "microbatches"]].to_list() == [2, 4]
-    assert table.step_ms.to_list() == [70, 71] and table.step_ms_simulated.to_list() == pytest.approx([62.5, 62.5])
-    assert table.bubble.to_list() == pytest.approx([0.25, 0.24])
+    assert table.step_ms.to_list() == [70, 80] and table.step_ms_simulated.to_list() == pytest.approx([62.5, 62.5])
+    assert table.bubble.to_list() == pytest.approx([0.3, 0.25])
     assert table.bubble_simulated.to_list() == pytest.approx([0.2, 0.2])
     assert table.activations_bytes.to_list() == [810, 1500]
     assert table.activations_bytes_simulated.to_list() == [800, 1600]  # two and four halves of a microbatch
@@ -55,15 +51,15 @@ def test_nothing_is_simulated_from_another_run(run):
 
 
 def test_a_schedule_whose_file_has_gone(run, one):
-    rows = [one, run("mine", 70.0, 810, 10.0, degree=2, schedule="file:gone.csv")]
+    rows = [one, run("mine", 70.0, 810, 7.0, degree=2, schedule="file:gone.csv")]
     (line,) = beside(rows).to_dict("records")
     assert math.isnan(line["bubble_simulated"]) and line["bubble"] == pytest.approx(0.1) and timelines(rows) == {}
 
 
 def test_the_page_holds_both_and_shows_timelines(run, one, tmp_path):
     names = ("gpipe", "1f1b", "zb_h1")
-    rows = [one, *(run(n, 70.0, 810, 25.0, degree=2, schedule=n) for n in names)]
-    rows.append(run("more", 70.0, 810, 25.0, 8, degree=2, schedule="zbv"))
+    rows = [one, *(run(n, 70.0, 810, 21.0, degree=2, schedule=n) for n in names)]
+    rows += [run(f"{n} each", 70.0, 810, 0.0, 8, degree=2, schedule="interleaved", stages_per_rank=n) for n in (2, 3)]
     page, _, *pictures = write_tables(tmp_path, "axes", rows)
     assert [p.name for p in pictures] == ["axes.png", "axes-pp2-4.png", "axes-pp2-8.png"]
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in pictures)
@@ -71,5 +67,6 @@ def test_the_page_holds_both_and_shows_timelines(run, one, tmp_path):
     assert "../figures/axes-pp2-8.png" in text
     line = next(r for r in text.split("beside their simulation")[1].splitlines() if r.startswith("| 1f1b"))
     cells = [c.strip() for c in line.strip("|").split("|")]
-    assert cells == ["1f1b", "1f1b", "2", "4", "70.0", "62.5", "25.0", "20.0", "0.000772", "0.000763"]
-    assert [t.schedule.name for t in timelines(rows)["pp2-4"]] == sorted(names)
+    assert cells == ["1f1b", "1f1b", "2", "4", "70.0", "62.5", "30.0", "20.0", "0.000772", "0.000763"]
+    drawn = {name: [(t.schedule.name, t.schedule.stages) for t in each] for name, each in timelines(rows).items()}
+    assert drawn == {"pp2-4": [(n, 2) for n in sorted(names)], "pp2-8": [("interleaved", 4), ("interleaved", 6)]}
