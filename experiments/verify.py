@@ -31,6 +31,9 @@ def verify(words: Sequence[str], where: Joined | None) -> int:
     if config.train.dtype != "float64":
         print(f"train.dtype={config.train.dtype}: the proof runs in float64")
         config = configs.replace(config, {"train.dtype": "float64"})
+    if config.dp.grad_dtype != "float32":
+        print(f"dp.grad_dtype={config.dp.grad_dtype}: gradients are summed in float64 as well")
+        config = configs.replace(config, {"dp.grad_dtype": "float32"})
     if config == reference_of(config):
         print("this layout is the one process that others are held against: nothing to prove; give a degree")
         return 2

@@ -23,6 +23,8 @@ GRID = [
     f"dp.zero=1 dp.degree=2 tp.degree=2 {SMALL}",
     f"dp.zero=3 dp.degree=2 tp.degree=2 tp.sequence=false {SMALL}",
     f"dp.zero=2 dp.degree=2 ep.degree=2 {SMALL}",
+    f"dp.zero=1 dp.degree=2 cp.degree=2 {SMALL} model.heads=4",
+    f"dp.zero=2 dp.degree=2 cp.degree=2 cp.method=ulysses {SMALL} train.microbatches=4",
     f"dp.zero=3 tp.degree=2 ep.degree=4 dp.degree=2 {SMALL}",
     f"dp.zero=2 dp.degree=3 train.bucket_mib=0.01 {UNEVEN}",
     f"dp.zero=3 dp.degree=4 model.qkv_bias=true {UNEVEN}",
