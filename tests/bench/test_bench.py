@@ -156,7 +156,7 @@ def test_the_command(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize("word", ["lyer", "repetitions=1", "repetitions=x"])
 def test_bad_words(word, capsys):
     assert bench.main([word]) == 1
-    assert f"{word} is no bench; legal: ddp, fsdp, tensor, context, layer, and repetitions=N" in capsys.readouterr().err
+    assert f"{word} is no bench; legal: ddp, fsdp, tensor, context, experts, layer, and repetitions=N" in capsys.readouterr().err
 
 
 def test_a_missing_peer_is_told(monkeypatch, capsys):
