@@ -20,14 +20,16 @@ from research.parallel.axis import cut_batch
 from research.train.loop import Trainer
 
 RANKS = 2
-MOE = {"dense_layers": 0, "experts": 8, "top_k": 2, "expert_ffn": 384, "shared_experts": 0, "balance": 0, "z_loss": 0}
+MOE = {"model.dense_layers": 0, "model.shared_experts": 0, "model.balance": 0, "model.z_loss": 0, "ep.degree": RANKS}
+EXPERTS = ((8, 384, 2), (64, 96, 8))  # how many, their width, and of how many a token makes use: as much work for both
 
 
 def cases() -> Iterator[RankedCase]:
-    moe = {f"model.{key}": value for key, value in MOE.items()}
-    config = replace(config_of("dp", {"degree": RANKS}), {**moe, "ep.degree": RANKS})
-    name = f"ep {RANKS}, {MOE['experts']} experts of {MOE['expert_ffn']}, top {MOE['top_k']}, {sizes(config)}"
-    yield RankedCase(name, RANKS, config.launch, partial(case, config, name))
+    for experts, width, top_k in EXPERTS:
+        moe = {**MOE, "model.experts": experts, "model.expert_ffn": width, "model.top_k": top_k}
+        config = replace(config_of("dp", {"degree": RANKS}), moe)
+        name = f"ep {RANKS}, {experts} experts of {width}, top {top_k}, {sizes(config)}"
+        yield RankedCase(name, RANKS, config.launch, partial(case, config, name))
 
 
 def case(config: RunConfig, name: str, place: Place, device: torch.device) -> Case:

@@ -68,8 +68,7 @@ def held(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 
 class TorchExpertTraining:
-    """Steps of AdamW from given whole weights, named as ours. Of a loss that is a mean over a rank's tokens DDP averages
-    the gradients; those of experts are sums over all ranks' tokens, which are divided."""
+    """Steps of clipped AdamW from given whole weights, named as ours. DDP leaves the experts alone."""
 
     def __init__(self, config: RunConfig, weights: Mapping[str, Tensor], device: torch.device) -> None:
         self.config = config
@@ -88,9 +87,7 @@ class TorchExpertTraining:
         logits = self.model(batch.tokens, rotary(batch.positions, self.config.model, torch.float32))
         loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
         loss.backward()
-        for p in self.experts:
-            if p.grad is not None:
-                p.grad.div_(dist.get_world_size())
+        self.share()
         norm = self.norm()
         clip_grads_with_norm_(self.model.parameters(), self.config.train.clip, norm)
         self.optimizer.step()
@@ -98,6 +95,12 @@ class TorchExpertTraining:
         mean = loss.detach()
         dist.all_reduce(mean, dist.ReduceOp.AVG)
         return mean.item(), norm.item()
+
+    def share(self) -> None:
+        """Make the experts' gradients those of a mean over ranks, too."""
+        for p in self.experts:
+            if p.grad is not None:
+                p.grad.div_(dist.get_world_size())
 
     def norm(self) -> Tensor:
         """Of the gradient of all experts and, once, of the rest."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from experiments import bench
-from research.bench import context, data, registry, side_by_side, tensor, torch_context, workload
+from research.bench import context, data, expert, registry, side_by_side, tensor, torch_context, torch_expert, workload
 from research.bench.side_by_side import Case, NotEqualError, Side, compare, cpu_s, gate
 from research.bench.torch_tensor import TorchTraining
 from research.config import LaunchConfig, replace
@@ -136,6 +136,20 @@ def test_context_parallel_steps_are_equal(monkeypatch):
     monkeypatch.setattr(torch_context, "ring", lambda q, k, v, real=torch_context.ring: real(q, k.roll(1, 2), v))
     with pytest.raises(RankError, match="losses of quintet and torch's ring attention, DDP differ by"):
         compare(ranked, 2)
+
+
+def test_expert_parallel_steps_are_equal(monkeypatch):
+    """The gate of the real cases, on a smaller model; and a planted fault that the losses of AdamW do not show: experts'
+    gradients as they come, a sum over ranks whose losses are means."""
+    monkeypatch.setattr(workload, "LENGTH", 16)
+    monkeypatch.setattr(workload, "MODEL", {**workload.MODEL, "dim": 64, "layers": 2, "head_dim": 8, "vocab": 256})
+    monkeypatch.setattr(expert, "EXPERTS", ((4, 32, 2), (8, 16, 4)))
+    few, many = expert.cases()
+    for ranked in (few, many):
+        assert [r.error < workload.TOLERANCE for r in compare(ranked, 2)] == [True]
+    monkeypatch.setattr(torch_expert.TorchExpertTraining, "share", lambda self: None)
+    with pytest.raises(RankError, match="losses and norms of quintet and torch all_to_all_single, loop differ by"):
+        compare(few, 2)
 
 
 def test_the_command(monkeypatch, tmp_path, capsys):
