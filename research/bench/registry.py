@@ -53,12 +53,20 @@ def stages() -> Iterator[RankedCase]:
     return cases()
 
 
+def experts() -> Iterator[RankedCase]:
+    """Training steps at ep=2 against all_to_all_single and a loop over experts, on two processes."""
+    from research.bench.expert import cases
+
+    return cases()
+
+
 # Those that fork ranks come first: before any threaded kernel has run in this process.
 BENCHES: Mapping[str, Callable[[], Iterator[Case | RankedCase]]] = {
     "ddp": ddp,
     "fsdp": fsdp,
     "tensor": tensor,
     "context": context,
+    "experts": experts,
     "stages": stages,
     "layer": layer,
 }

@@ -28,6 +28,7 @@ from research.models.rope import Rotary, rotary
 from research.train.optim import adamw
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # (B, H, S, h), (B, G, S, h) twice -> (B, H, S, h), causal
+Fed = Callable[[ModelConfig], nn.Module]  # makes a layer's (B, S, D) -> (B, S, D)
 
 
 def alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -61,22 +62,26 @@ def turned(x: Tensor, turns: Rotary) -> Tensor:
 
 
 class FeedForward(nn.Module):
-    def __init__(self, c: ModelConfig) -> None:
+    def __init__(self, dim: int, width: int) -> None:
         super().__init__()
-        self.w_gate = nn.Linear(c.dim, c.ffn, bias=False)
-        self.w_up = nn.Linear(c.dim, c.ffn, bias=False)
-        self.w_down = nn.Linear(c.ffn, c.dim, bias=False)
+        self.w_gate = nn.Linear(dim, width, bias=False)
+        self.w_up = nn.Linear(dim, width, bias=False)
+        self.w_down = nn.Linear(width, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.w_down(F.silu(self.w_gate(x)) * self.w_up(x))
         return y
 
 
+def dense(c: ModelConfig) -> nn.Module:
+    return FeedForward(c.dim, c.ffn)
+
+
 class Layer(nn.Module):
-    def __init__(self, c: ModelConfig, attend: Attend) -> None:
+    def __init__(self, c: ModelConfig, attend: Attend, ffn: nn.Module) -> None:
         super().__init__()
         self.attention_norm, self.ffn_norm = (nn.RMSNorm(c.dim, c.norm_eps) for _ in range(2))
-        self.attention, self.ffn = Attention(c, attend), FeedForward(c)
+        self.attention, self.ffn = Attention(c, attend), ffn
 
     def forward(self, x: Tensor, turns: Rotary) -> Tensor:
         x = x + self.attention(self.attention_norm(x), turns)
@@ -87,10 +92,10 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     """(B, S) ids -> (B, S, V) logits"""
 
-    def __init__(self, c: ModelConfig, attend: Attend) -> None:
+    def __init__(self, c: ModelConfig, attend: Attend, ffn: Fed) -> None:
         super().__init__()
         self.embedding = nn.Embedding(c.vocab, c.dim)
-        self.layers = nn.ModuleList(Layer(c, attend) for _ in range(c.layers))
+        self.layers = nn.ModuleList(Layer(c, attend, ffn(c)) for _ in range(c.layers))
         self.norm, self.head = nn.RMSNorm(c.dim, c.norm_eps), nn.Linear(c.dim, c.vocab, bias=False)
 
     def forward(self, ids: Tensor, turns: Rotary) -> Tensor:
@@ -101,9 +106,11 @@ class Decoder(nn.Module):
         return logits
 
 
-def decoder(c: ModelConfig, weights: Mapping[str, Tensor], device: torch.device, attend: Attend = alone) -> Decoder:
-    """With given whole weights, named as ours."""
-    model = Decoder(c, attend).to(device)
+def decoder(
+    c: ModelConfig, weights: Mapping[str, Tensor], device: torch.device, attend: Attend = alone, ffn: Fed = dense
+) -> Decoder:
+    """With given weights, named as ours."""
+    model = Decoder(c, attend, ffn).to(device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[ours(name)])
@@ -155,5 +162,5 @@ class TorchTraining:
 
 def ours(name: str) -> str:
     """The name of one of these parameters in our decoder."""
-    name = re.sub(r"\.(w[qkvo]|w_\w+)\.weight$", r".\1", name)
+    name = re.sub(r"\.(w[qkvo]|w_\w+|router)\.weight$", r".\1", name)
     return f"head.{name}" if name == "norm.weight" else name

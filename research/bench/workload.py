@@ -45,3 +45,9 @@ def losses_of(trainer: Trainer, batch: Batch) -> Tensor:
         trainer.update(step, sums)
         losses.append(sums.totals[0])
     return torch.stack(losses)
+
+
+def losses_and_norms(trainer: Trainer, batch: Batch) -> Tensor:
+    """Of our steps (STEPS, 2): the loss before each, and the norm of its gradient."""
+    steps = [trainer.update(step, trainer.backward([batch]))[0] for step in range(STEPS)]
+    return torch.tensor([(loss, norm) for loss, _, norm in steps])

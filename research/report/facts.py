@@ -1,6 +1,7 @@
 """What tables tell of a row, beside what stands in it as it is."""
 
 import math
+import statistics
 from collections.abc import Iterable
 
 from research.config import AXIS_SECTIONS
@@ -26,6 +27,16 @@ def depths(rows: Iterable[Row]) -> range:
 def loss_of_depth(row: Row, depth: int) -> float:
     """Of the last step; NaN where the row has no such depth."""
     return row.mtp_losses[depth - 1][-1] if depth <= len(row.mtp_losses) else math.nan
+
+
+def has_experts(rows: Iterable[Row]) -> bool:
+    """Whether any of the rows counted what experts were given."""
+    return any(r.max_violation for r in rows)
+
+
+def max_violation(row: Row) -> float:
+    """MaxVio, mean over MoE layers; NaN where nothing was counted."""
+    return statistics.fmean(row.max_violation.values()) if row.max_violation else math.nan
 
 
 def peak_bytes(row: Row) -> int:

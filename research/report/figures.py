@@ -1,4 +1,4 @@
-"""Figures of rows: loss curves and throughput. Figures are made without pyplot, so nothing global changes."""
+"""Figures of rows: loss curves, throughput, balance of experts. Made without pyplot, so that nothing global changes."""
 
 import io
 import math
@@ -13,6 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 from research.files import write_atomically
 from research.record import Row
+from research.report.facts import has_experts, max_violation
 from research.report.lines import Line, lines, ratio
 
 # Okabe and Ito's palette, which the colour-blind can tell apart; black is left to text and references.
@@ -24,13 +25,17 @@ SAME = 0.005  # share of the plotted range that the eye cannot tell from nothing
 def overview(
     rows: Iterable[Row], path: Path, order: Sequence[str] | None = None, title: str = "", baseline: str = ""
 ) -> None:
-    """Write a PNG with loss curves and throughput side by side, which is over that of arm `baseline`, else the first.
-    Raises ValueError where there are no rows."""
+    """Write a PNG with loss curves and throughput side by side, which is over that of arm `baseline`, else the first;
+    beside them MaxVio, where any row has experts. Raises ValueError where there are no rows."""
     found = lines(rows, order)
-    figure = Figure(figsize=(12, max(4.6, 1.6 + 0.4 * len(found))), dpi=120, layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    panels = 3 if has_experts(r for line in found for r in line.rows) else 2
+    size = 4 * panels + 4, max(4.6, 1.6 + 0.4 * len(found))
+    figure = Figure(figsize=size, dpi=120, layout="constrained")
+    left, middle, *right = figure.subplots(1, panels, width_ratios=(3, 2, 1.5)[:panels])
     _draw_losses(left, found)
-    _draw_throughput(right, found, baseline or (order[0] if order else found[0].arm))
+    _draw_throughput(middle, found, baseline or (order[0] if order else found[0].arm))
+    for axes in right:
+        _draw_violations(axes, found)
     figure.suptitle(title)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
@@ -73,17 +78,34 @@ def _draw_losses(axes: Axes, found: Sequence[Line]) -> None:
 
 
 def _draw_throughput(axes: Axes, found: Sequence[Line], baseline: str) -> None:
-    rates = [line.mean(lambda r: r.tokens_per_s) for line in found]
-    for i, (line, rate) in enumerate(zip(found, rates, strict=True)):
-        spread = line.spread(lambda r: r.tokens_per_s)
-        hatch = None if line.kind == "measured" else "///"
-        axes.barh(i, rate, xerr=spread, color=_colour(i), edgecolor="white", hatch=hatch, capsize=3)
+    def told(line: Line, rate: float) -> str:
         times = ratio(line, baseline, found)
-        text = f"{rate:,.0f}" + ("" if times is None else f"  ({times:.2f}×)")
-        tip = (rate + (spread or 0), i)
-        axes.annotate(text, tip, (5, 0), textcoords="offset points", va="center", fontsize="small")
-    axes.set(xlabel=f"tokens/s  (× {baseline})", yticks=range(len(found)), yticklabels=[_name(line) for line in found])
+        return f"{rate:,.0f}" + ("" if times is None else f"  ({times:.2f}×)")
+
+    _draw_bars(axes, found, lambda r: r.tokens_per_s, told)
+    axes.set(xlabel=f"tokens/s  (× {baseline})")
     axes.xaxis.set_major_formatter("{x:,.0f}")
+
+
+def _draw_violations(axes: Axes, found: Sequence[Line]) -> None:
+    def told(line: Line, violation: float) -> str:
+        return f"{violation:.2f}" if has_experts(line.rows) else "–"
+
+    _draw_bars(axes, found, lambda r: max_violation(r) if r.max_violation else 0.0, told)
+    axes.set(xlabel="MaxVio: busiest expert over the mean, less 1")
+
+
+def _draw_bars(
+    axes: Axes, found: Sequence[Line], of: Callable[[Row], float], told: Callable[[Line, float], str]
+) -> None:
+    """A bar for each line, and beside it what is told of its mean."""
+    for i, line in enumerate(found):
+        mean, spread = line.mean(of), line.spread(of)
+        hatch = None if line.kind == "measured" else "///"
+        axes.barh(i, mean, xerr=spread, color=_colour(i), edgecolor="white", hatch=hatch, capsize=3)
+        tip = (mean + (spread or 0), i)
+        axes.annotate(told(line, mean), tip, (5, 0), textcoords="offset points", va="center", fontsize="small")
+    axes.set(yticks=range(len(found)), yticklabels=[_name(line) for line in found])
     axes.locator_params(axis="x", nbins=4)
     axes.margins(x=0.35)
     axes.set_xlim(left=0)

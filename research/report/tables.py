@@ -8,7 +8,17 @@ import pandas as pd
 
 from research.record import Row
 from research.report.absent import Absent, repeat_of
-from research.report.facts import axes, commit, depths, hardware, loss_of_depth, peak_bytes, wire_bytes
+from research.report.facts import (
+    axes,
+    commit,
+    depths,
+    hardware,
+    has_experts,
+    loss_of_depth,
+    max_violation,
+    peak_bytes,
+    wire_bytes,
+)
 from research.report.lines import Line, arm_of, arranged, differences, layout, lines, ratio
 
 MIB = 2**20
@@ -20,6 +30,10 @@ DEFINITIONS = (
     "Peak: bytes in the fullest moment of a step, of the rank that needs most.",
     "Received: bytes of one rank in one step; each axis counts for its largest rank.",
     "Bold: best of its kind, of those that have trained on as many tokens of one text.",
+)
+MAX_VIOLATION = (
+    "MaxVio: choices of the busiest expert over the mean of all, less 1, of the whole run (Wang et al. 2024, eq. 4); "
+    "mean over MoE layers."
 )
 
 
@@ -69,6 +83,7 @@ def _fields(r: Row, among: Sequence[Row]) -> dict[str, object]:
         "peak_bytes": peak_bytes(r),
         **{f"wire_bytes_{axis}": sum(r.comm_bytes.get(axis, {}).values()) for axis in axes(among)},
         "wire_bytes": wire_bytes(r),
+        **({"max_violation": max_violation(r)} if has_experts(among) else {}),
         "tokens": r.tokens,
         "parameters": r.parameters,
         "commit": commit(r),
@@ -151,7 +166,7 @@ def _which(runs: Sequence[Absent], why: str) -> str:
 
 
 def _columns(found: Sequence[Line], baseline: str) -> dict[str, list[str]]:
-    times = [ratio(line, baseline, found) for line in found]
+    times, rows = [ratio(line, baseline, found) for line in found], [r for line in found for r in line.rows]
     return {
         "arm": [line.name for line in found],
         "kind": [str(line.kind) for line in found],
@@ -159,7 +174,7 @@ def _columns(found: Sequence[Line], baseline: str) -> dict[str, list[str]]:
         "ranks": [str(line.rows[0].hardware.ranks) for line in found],
         "runs": [str(len(line.rows)) for line in found],
         "loss (nats)": _cells(found, lambda r: r.loss, _fixed, min),
-        **{f"of depth {k} (nats)": _depth_cells(found, k) for k in depths(r for line in found for r in line.rows)},
+        **{f"of depth {k} (nats)": _depth_cells(found, k) for k in depths(rows)},
         "unigram entropy (nats)": _cells(found, lambda r: r.unigram_entropy, _fixed),
         "tokens/s": _cells(found, lambda r: r.tokens_per_s, number, max),
         f"over {baseline}": [ABSENT if t is None else f"{t:.2f}×" for t in times],
@@ -167,6 +182,11 @@ def _columns(found: Sequence[Line], baseline: str) -> dict[str, list[str]]:
         "IQR (ms)": _cells(found, lambda r: r.step_ms_iqr, number),
         "peak (MiB)": _cells(found, lambda r: peak_bytes(r) / MIB, number, min),
         "received (MiB)": _cells(found, lambda r: wire_bytes(r) / MIB, number, min),
+        **(
+            {"MaxVio": _where(has_experts, found, _cells(found, max_violation, number, min))}
+            if has_experts(rows)
+            else {}
+        ),
     }
 
 
@@ -195,8 +215,14 @@ def _equals(line: Line) -> tuple[str, str, int]:
 
 
 def _depth_cells(found: Sequence[Line], depth: int) -> list[str]:
-    cells = _cells(found, lambda r: loss_of_depth(r, depth), _fixed, min)
-    return [c if depth in depths(line.rows) else ABSENT for c, line in zip(cells, found, strict=True)]
+    return _where(
+        lambda rows: depth in depths(rows), found, _cells(found, lambda r: loss_of_depth(r, depth), _fixed, min)
+    )
+
+
+def _where(there: Callable[[Sequence[Row]], bool], found: Sequence[Line], cells: Sequence[str]) -> list[str]:
+    """The cells of lines whose rows have such a value."""
+    return [c if there(line.rows) else ABSENT for c, line in zip(cells, found, strict=True)]
 
 
 def _facts(found: Sequence[Line]) -> list[str]:
@@ -223,7 +249,7 @@ def _notes(found: Sequence[Line], order: Sequence[str], absent: Sequence[Absent]
     by_arm: dict[str, list[Line]] = {}
     for line in found:
         by_arm.setdefault(line.arm, []).append(line)
-    notes = list(DEFINITIONS)
+    notes = [*DEFINITIONS, *([MAX_VIOLATION] if has_experts(r for line in found for r in line.rows) else [])]
     if any(len(line.rows) > 1 for line in found):
         notes.append(
             "Means over the runs, seeds and repetitions; ±: their sample standard deviation, where it is not 0."

@@ -64,7 +64,8 @@ MAY_IMPORT = {
 }
 ALONE = ("research", "research.parallel")  # packages without code
 DISTRIBUTED = ("research.mesh", "research.comm", "research.launch", "research.train.checkpoint")
-PEERS = tuple(f"research.bench.torch_{axis}" for axis in ("context", "data", "pipeline", "tensor"))  # other code
+# What we are compared with.
+PEERS = tuple(f"research.bench.torch_{axis}" for axis in ("context", "data", "expert", "pipeline", "tensor"))
 ENVIRONMENT = ("research.launch.environment", "experiments")
 TOPOLOGY = {"rank", "ranks", "group", "groups", "degree", "degrees", "axis", "axes", "mesh", "world"}
 TOPOLOGY |= {"tp", "cp", "ep", "pp", "dp", "etp", "edp"}

@@ -9,7 +9,18 @@ import pytest
 import torch
 
 from experiments import bench
-from research.bench import context, data, registry, side_by_side, stages, tensor, torch_context, workload
+from research.bench import (
+    context,
+    data,
+    expert,
+    registry,
+    side_by_side,
+    stages,
+    tensor,
+    torch_context,
+    torch_expert,
+    workload,
+)
 from research.bench.side_by_side import Case, NotEqualError, Side, compare, cpu_s, gate
 from research.bench.torch_tensor import TorchTraining
 from research.config import LaunchConfig, replace
@@ -153,6 +164,20 @@ def test_pipelined_steps_are_equal(monkeypatch):
     monkeypatch.setattr(Storage, "accumulate", lambda *args: None)
     with pytest.raises(RankError, match="losses of quintet zb_h1 and quintet 1f1b differ by"):
         compare(split[0], 2)
+
+
+def test_expert_parallel_steps_are_equal(monkeypatch):
+    """The gate of the real cases, on a smaller model; and a planted fault that the losses of AdamW do not show:
+    gradients of experts as they come, a sum over ranks whose losses are means."""
+    monkeypatch.setattr(workload, "LENGTH", 16)
+    monkeypatch.setattr(workload, "MODEL", {**workload.MODEL, "dim": 64, "layers": 2, "head_dim": 8, "vocab": 256})
+    monkeypatch.setattr(expert, "EXPERTS", ((4, 32, 2), (8, 16, 4)))
+    few, many = expert.cases()
+    for ranked in (few, many):
+        assert [r.error < workload.TOLERANCE for r in compare(ranked, 2)] == [True]
+    monkeypatch.setattr(torch_expert.TorchExpertTraining, "share", lambda self: None)
+    with pytest.raises(RankError, match="losses and norms of quintet and torch all_to_all_single, loop differ by"):
+        compare(few, 2)
 
 
 def test_the_command(monkeypatch, tmp_path, capsys):

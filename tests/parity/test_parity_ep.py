@@ -128,7 +128,8 @@ def test_planted_router_without_the_gradient_of_experts(prove, monkeypatch, way)
 
     def wait(self):
         y = real(self)
-        return y.detach() if y.shape[-1] in (2, len(y)) else y  # weights (N,) or (n, T, K)
+        rows, weights = y[..., :64], y[..., 64:]  # none on the way back
+        return torch.cat([rows, weights.detach()], -1)
 
     monkeypatch.setattr(comm.Begun, "wait", wait)
     findings = prove("dp.degree=2", "ep.degree=2", f"ep.dispatch={way}")

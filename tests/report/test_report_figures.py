@@ -5,8 +5,10 @@ import itertools
 import math
 import sys
 
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 
+from research.report import figures
 from research.report.figures import COLOURS, losses, overview, throughput
 
 
@@ -59,6 +61,19 @@ def test_bars_show_rate_ratio_and_kind(rows, make_row):
     assert [t.get_text() for t in axes.texts] == ["1,000  (1.00×)", "1,810  (1.81×)", "2,500  (2.50×)", "4,000"]
     assert [t.get_text() for t in axes.get_yticklabels()] == ["one", "dp2", "dp4", "dp8, dry"]
     assert [bool(bar.get_hatch()) for bar in axes.patches] == [False, False, False, True]
+
+
+def test_bars_of_imbalance_where_experts_are_counted(rows, make_row, tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr(figures, "Figure", lambda **given: made.append(Figure(**given)) or made[-1])
+    moe = make_row("moe", max_violation={"layers.1": 1.0, "layers.2": 2.0})
+    for given in (rows, [*rows, moe]):
+        overview(given, tmp_path / "axes.png", ["one", "dp2", "dp4", "moe"])
+    assert [len(figure.axes) for figure in made] == [2, 3]
+    panel = made[1].axes[2]
+    assert panel.get_xlabel().startswith("MaxVio")
+    assert [bar.get_width() for bar in panel.patches] == [0, 0, 0, 1.5]
+    assert [t.get_text() for t in panel.texts] == ["–", "–", "–", "1.50"]
 
 
 def test_seeds_make_a_band_as_long_as_the_shortest_run(make_row):

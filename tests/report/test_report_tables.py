@@ -74,6 +74,18 @@ def test_nothing_is_best_that_has_trained_on_more(rows):
     assert [cells(page, arm)["tokens/s"] for arm in ORDER] == ["1,000", "**1,810**", "2,500"]
 
 
+def test_imbalance_has_a_column_where_experts_are_counted(rows, make_row):
+    assert "max_violation" not in frame(rows) and "MaxVio" not in markdown(rows, "axes", ORDER)
+    even = make_row("even", max_violation={"layers.1": 0.25, "layers.2": 0.75})
+    worst = [make_row("worst", seed=s, max_violation={"layers.1": 3.0 + s, "layers.2": 3.0}) for s in (0, 1)]
+    rows = [*rows, even, *worst]
+    table = frame(rows).set_index("arm")["max_violation"]
+    assert table["even"] == 0.5 and table["worst"].tolist() == [3.0, 3.5] and math.isnan(table["one"])
+    page = markdown(rows, "axes", [*ORDER, "even", "worst"])
+    assert [cells(page, arm)["MaxVio"] for arm in ("one", "even", "worst")] == ["–", "**0.500**", "3.25 ± 0.354"]
+    assert sum(n.startswith("MaxVio: choices of the busiest expert") for n in notes(page)) == 1
+
+
 def test_best_is_bold_and_equals_are_not(rows):
     page = markdown(rows, "axes", ORDER)
     assert [cells(page, arm)["tokens/s"] for arm in ORDER] == ["1,000", "1,810", "**2,500**"]

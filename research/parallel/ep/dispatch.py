@@ -26,11 +26,11 @@ from research.models.seams import Choices, Routed, Seam, count, sorted_choices
 class Plan(Protocol):
     """Where the tokens of one piece go. It is made once, and repeated where a layer is run again."""
 
-    def send(self, x: Tensor, weights: Tensor) -> Sequence[comm.Begun]:
-        """x (T, D), weights (T, K) set out for their experts."""
+    def send(self, x: Tensor, weights: Tensor) -> comm.Begun:
+        """x (T, D), weights (T, K) set out for their experts, as one message."""
         ...
 
-    def answer(self, coming: Sequence[comm.Begun], routed: Routed) -> comm.Begun:
+    def answer(self, coming: comm.Begun, routed: Routed) -> comm.Begun:
         """What has arrived passes the experts of this rank and sets out for where it came from."""
         ...
 
@@ -85,14 +85,15 @@ class AllToAll:
     order: Tensor  # (M,) of rows that arrived rank by rank, that which is expert by expert
     places: Tensor  # (M,) its inverse
 
-    def send(self, x: Tensor, weights: Tensor) -> Sequence[comm.Begun]:
+    def send(self, x: Tensor, weights: Tensor) -> comm.Begun:
         weights = weights[..., None].expand(-1, -1, self.parts).flatten(1)
-        leaving = self.choices.rows(x), self.choices.weights(weights)
-        return [comm.begin_all_to_all(t, self.sent, self.received, self.group, "dispatch") for t in leaving]
+        leaving = torch.cat([self.choices.rows(x), self.choices.weights(weights)[:, None]], 1)
+        return comm.begin_all_to_all(leaving, self.sent, self.received, self.group, "dispatch")
 
-    def answer(self, coming: Sequence[comm.Begun], routed: Routed) -> comm.Begun:
-        rows, weights = (spread(t.wait(), self.order, self.places) for t in coming)
-        y = spread(routed(rows, self.counts, weights), self.places, self.order)
+    def answer(self, coming: comm.Begun, routed: Routed) -> comm.Begun:
+        arrived = coming.wait()
+        rows, weights = (spread(t, self.order, self.places) for t in arrived.split([arrived.shape[1] - 1, 1], 1))
+        y = spread(routed(rows, self.counts, weights[:, 0]), self.places, self.order)
         return comm.begin_all_to_all(y, self.received, self.sent, self.group, "combine")
 
     def receive(self, going: comm.Begun) -> Tensor:
@@ -157,15 +158,16 @@ class AllGather:
 
     group: Group
     choices: Choices  # of the e experts of this rank, by the tokens of all ranks
+    each: int  # choices of a token: K
     tokens: int  # of this rank
     most: int  # of a rank: others are filled up with tokens that choose nothing
 
-    def send(self, x: Tensor, weights: Tensor) -> Sequence[comm.Begun]:
-        filled = (_filled(t, self.most) for t in (x, weights))
-        return [comm.begin_all_gather(t, self.group, "dispatch") for t in filled]
+    def send(self, x: Tensor, weights: Tensor) -> comm.Begun:
+        return comm.begin_all_gather(_filled(torch.cat([x, weights], 1), self.most), self.group, "dispatch")
 
-    def answer(self, coming: Sequence[comm.Begun], routed: Routed) -> comm.Begun:
-        x, weights = (t.wait().flatten(0, 1) for t in coming)
+    def answer(self, coming: comm.Begun, routed: Routed) -> comm.Begun:
+        arrived = coming.wait().flatten(0, 1)
+        x, weights = arrived.split([arrived.shape[1] - self.each, self.each], 1)
         y = routed(self.choices.rows(x), self.choices.counts, self.choices.weights(weights))
         sums = self.choices.sums(y).unflatten(0, (self.group.size, self.most))
         return comm.begin_reduce_scatter(sums, self.group, "combine")
@@ -193,7 +195,7 @@ def all_gather(group: Group, parts: int) -> Planner:
         for c, gathered in enumerate(coming):
             mine = gathered.wait().flatten(0, 1) - low
             mine = mine.where((mine >= 0) & (mine < each), each)
-            plans.append(AllGather(group, sorted_choices(mine, own[c], kept[c]), len(ids[c]), most[c]))
+            plans.append(AllGather(group, sorted_choices(mine, own[c], kept[c]), mine.shape[1], len(ids[c]), most[c]))
         return plans
 
     return plan

@@ -1,0 +1,49 @@
+"""A training step of a MoE decoder at ep=2 against the same model with stock expert parallelism, on two processes.
+
+Both take steps of clipped AdamW on one batch, in float32, from equal weights. AdamW hardly sees the scale of a
+gradient: that experts' gradients are summed alike is told by the norm.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from research.bench.side_by_side import Case, RankedCase, Side, Values
+from research.bench.torch_expert import TorchExpertTraining
+from research.bench.workload import STEPS, TOLERANCE, batch_of, config_of, losses_and_norms, sizes
+from research.build import build
+from research.config import RunConfig, replace
+from research.launch.process import Place
+from research.mesh import Mesh
+from research.parallel.axis import cut_batch
+from research.train.loop import Trainer
+
+RANKS = 2
+MOE = {"model.dense_layers": 0, "model.shared_experts": 0, "model.balance": 0, "model.z_loss": 0, "ep.degree": RANKS}
+EXPERTS = ((8, 384, 2), (64, 96, 8))  # how many, their width, and of how many a token makes use: as much work for both
+
+
+def cases() -> Iterator[RankedCase]:
+    for experts, width, top_k in EXPERTS:
+        moe = {**MOE, "model.experts": experts, "model.expert_ffn": width, "model.top_k": top_k}
+        config = replace(config_of("dp", {"degree": RANKS}), moe)
+        name = f"ep {RANKS}, {experts} experts of {width}, top {top_k}, {sizes(config)}"
+        yield RankedCase(name, RANKS, config.launch, partial(case, config, name))
+
+
+def case(config: RunConfig, name: str, place: Place, device: torch.device) -> Case:
+    """This rank's part of both."""
+    batch = batch_of(config)
+    mesh = Mesh.from_config(config, place.world, place.rank)
+    mine, trainer = cut_batch(batch, config, mesh), Trainer(config, mesh, device)
+    whole = build(config, Mesh({}), device).model
+    other = TorchExpertTraining(config, dict(whole.named_parameters()), device)
+
+    def run_ours() -> Values:
+        return {"losses and norms": losses_and_norms(trainer, batch)}
+
+    def run_theirs() -> Values:
+        return {"losses and norms": torch.tensor([other.step(mine) for _ in range(STEPS)])}
+
+    return Case(name, 1, TOLERANCE, Side("quintet", run_ours), [Side("torch all_to_all_single, loop", run_theirs)])
