@@ -285,6 +285,11 @@ class PpConfig:
         "v_half, v_min, dualpipe, dualpipe_v, or file:PATH (research/parallel/pp/README.md)",
     )
     stages_per_rank: int = key(0, "stages of a rank; 0: as many as the schedule has, 2 where that is open", at_least=0)
+    cut: str = key(
+        "even",
+        "which layers are whose stage: even (as many in each, or one more), cost (FLOPs of the costliest stage are as "
+        "few as they can be, with those of the head), or how many in each, such as 2,3,3,2",
+    )
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,8 @@ NOT_IDENTITY = (
     *("generate.tokens", "generate.temperature", "generate.top_p", "generate.seed"),
     *("generate.block", "generate.cache_tokens"),
 )
+# Keys that came after rows which are kept: with these values a run is the one that it was without them.
+LATER: Mapping[str, Value] = {"pp.cut": "even"}
 SAME_RUN = ("latest", "auto")  # values of checkpoint.resume under which a run goes on as itself
 
 
@@ -97,7 +99,8 @@ class Row:
 
 def identity_of(config: Mapping[str, Mapping[str, Value]]) -> dict[str, Value]:
     """The keys that say what is computed or measured."""
-    what = {key: meaning(value) for key, value in flat(config) if key not in NOT_IDENTITY}
+    told = {**LATER, **dict(flat(config))}
+    what = {key: meaning(value) for key, value in told.items() if key not in NOT_IDENTITY}
     if what.get("checkpoint.resume") in SAME_RUN:
         what["checkpoint.resume"] = ""
     return what
@@ -105,7 +108,8 @@ def identity_of(config: Mapping[str, Mapping[str, Value]]) -> dict[str, Value]:
 
 def config_hash(config: Mapping[str, Mapping[str, Value]]) -> str:
     """Eight hex digits that change when what is computed or measured changes."""
-    return hashlib.sha256(json.dumps(identity_of(config), sort_keys=True).encode()).hexdigest()[:8]
+    what = {key: value for key, value in identity_of(config).items() if (key, value) not in LATER.items()}
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def meaning(value: Value) -> Value:

@@ -32,6 +32,8 @@ MAY_IMPORT = {
     # The one axis that keeps training state: its shards are a kind of storage.
     "research.parallel.dp": "built config ledger mesh comm models.batch models.kernels models.recipes models.seams "
     "parallel.dp train.storage",
+    # It weighs the parts of a model.
+    "research.parallel.pp.cut": "config models.decoder models.flops",
     "research.built": "mesh models",
     "research.build": "built config mesh comm models parallel.axis",
     # It counts the parameters of a model in its layout.

@@ -24,6 +24,16 @@ TINY = "experiments/configs/tiny.yaml"
         ("pp.degree=4 pp.schedule=zbv", r"pp.degree=4 makes 8 stages"),
         ("pp.schedule=zbvv", r"pp.schedule=zbvv is unknown; legal: gpipe, "),
         ("pp.stages_per_rank=7", r"pp.stages_per_rank=7 does not fit schedule=1f1b; legal: 1"),
+        (
+            "pp.cut=evenly",
+            r"pp.cut=evenly is no cut of the layers; legal: even, cost, or how many layers each stage has",
+        ),
+        (
+            "pp.degree=2 pp.cut=2,1",
+            r"pp.cut=2,1 does not fit: layers of stages=\[2, 1\] must add up to layers=4.*; legal:",
+        ),
+        ("pp.degree=2 pp.cut=1,1,2", r"pp.cut=1,1,2 does not fit: there are 2 stages, not 3; legal: even, cost, or"),
+        ("pp.degree=3 pp.cut=2,0,2", r"pp.cut=2,0,2 does not fit: .* leave nothing to stages \[1\]"),
         ("pp.degree=2 pp.schedule=file:nowhere.csv", r"pp.schedule=file:nowhere.csv cannot be run: .* cannot be read"),
     ],
 )
@@ -49,7 +59,13 @@ def test_too_many_stages_are_refused_before_a_schedule_is_made(words, stages, mo
 
 ACCEPTED = ["pp.degree=6", "pp.degree=2 pp.schedule=interleaved pp.stages_per_rank=3"]
 # Keys that wait: pp.degree alone switches the axis off and on.
-ACCEPTED += ["pp.schedule=dualpipe", "pp.schedule=interleaved pp.stages_per_rank=3", "pp.schedule=file:nowhere.csv"]
+ACCEPTED += [
+    "pp.schedule=dualpipe",
+    "pp.schedule=interleaved pp.stages_per_rank=3",
+    "pp.schedule=file:nowhere.csv",
+    "pp.cut=1,2,3",
+]
+ACCEPTED += ["pp.degree=6 pp.cut=cost", "pp.degree=2 pp.schedule=zbv pp.cut=0,2,2,0"]
 
 
 @pytest.mark.parametrize("words", ACCEPTED)

@@ -8,6 +8,7 @@ import torch
 from research.data.tokens import open_tokens
 from research.launch.local import RankError, start
 from research.mesh import Mesh, total_ranks
+from research.parallel import pp
 from research.parallel.pp import PipelineParallel
 from research.parallel.pp.generate import FAMILIES
 from research.settings import load
@@ -49,6 +50,8 @@ GRID += [
     "pp.degree=2 pp.schedule=zb_h1 model.document_mask=true model.window=20 data.path=experiments/configs",
     "pp.degree=2 pp.schedule=zbv model.attention=mla model.rotary_dim=4 model.value_dim=12 model.q_latent=24",
     "pp.degree=2 cp.degree=2 pp.schedule=zbv",
+    "pp.degree=2 pp.cut=cost model.mtp_depth=1 model.layers=6 model.dense_layers=4",  # 4 layers, 2 and the head
+    "pp.degree=3 pp.cut=2,2,0 pp.schedule=zb_h1 train.microbatches=4",
     "pp.degree=2 dp.degree=2 ep.degree=2 pp.schedule=zb_h1 dp.zero=3 train.microbatches=4",
     "pp.degree=2 dp.degree=2 pp.schedule=dualpipe model.tied=true train.microbatches=3",
     "pp.degree=2 dp.degree=2 pp.schedule=dualpipe model.mtp_depth=1 train.microbatches=3 dp.zero=3",
@@ -109,6 +112,17 @@ def test_planted_actions_in_another_order(prove, monkeypatch, name, kinds):
     planted(monkeypatch, swapped)
     with pytest.raises(RankError, match="rank 1 failed first"):
         prove("pp.degree=2", f"pp.schedule={name}")
+
+
+def test_planted_cut_that_forgets_a_layer(prove, monkeypatch):
+    real = pp.cut_of
+
+    def forgetful(config, stages):
+        return [[part for part in parts if part != "layers.2"] for parts in real(config, stages)]
+
+    monkeypatch.setattr(pp, "cut_of", forgetful)
+    with pytest.raises(AssertionError, match=r"weight of layers\.2\..*: boxes hold 0 of \d+ elements"):
+        prove("pp.degree=2", "pp.cut=cost")
 
 
 def test_planted_weight_gradient_that_is_dropped(prove, monkeypatch):

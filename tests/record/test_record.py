@@ -12,7 +12,7 @@ import pytest
 from research import config as configs
 from research import record, settings
 from research.config import RunConfig, Scalar
-from research.record import Row, config_hash, load, read, row_path, run_id, select, write
+from research.record import Row, config_hash, identity_of, load, read, row_path, run_id, select, write
 from research.settings import to_mapping
 
 TEMPLATE = read(Path(__file__).parents[1] / "report" / "row.json")
@@ -188,6 +188,15 @@ def test_an_id_is_the_same_for_the_config_that_a_row_stores() -> None:
         stored = json.loads(json.dumps(settings.to_mapping(config)))
         assert run_id(settings.from_mapping(stored)) == run_id(config)
     assert run_id(settings.load(None, ["train.lr=1"])) == run_id(settings.load(None, ["train.lr=1.0"]))
+
+
+@pytest.mark.parametrize("key", record.LATER)
+def test_an_id_is_that_of_a_row_from_before_a_key(key: str) -> None:
+    section, leaf = key.split(".")
+    before, today = to_mapping(RunConfig()), to_mapping(RunConfig())
+    assert today[section][leaf] == record.LATER[key]
+    del before[section][leaf]
+    assert config_hash(before) == config_hash(today) and identity_of(before) == identity_of(today)
 
 
 def test_select_by_plain_attributes() -> None:

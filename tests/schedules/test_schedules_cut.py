@@ -8,10 +8,13 @@ from itertools import pairwise
 import pytest
 import torch
 
+from experiments.command import CHECKS
 from research.config import ModelConfig
-from research.models.decoder import Decoder, specs
+from research.models.decoder import Decoder, names_of, specs
 from research.models.flops import flops_by_part, flops_per_token
-from research.parallel.pp.cut import by_cost, by_list, costs_of, evenly, parameters, row_of
+from research.parallel.pp import PipelineParallel
+from research.parallel.pp.cut import by_cost, by_list, cut_of, evenly, row_of
+from research.settings import load
 
 
 def layers_of(cut):
@@ -76,23 +79,31 @@ def test_costs_must_not_be_negative():
         by_cost({"embedding": 1, "head": -1}, 2)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("change", [{}, {"experts": 4, "top_k": 2}, {"attention": "mla"}, {"mtp_depth": 2}])
-def test_every_parameter_of_a_model_is_in_one_stage(tied, change):
-    """And the copy of the embedding is the only one twice, where something at the end uses it too."""
-    config = ModelConfig(layers=5, tied=tied, **change)
-    with torch.device("meta"):
-        declared = specs(Decoder(config))
-    costs = costs_of(5, {name: spec.numel for name, spec in declared.items()})
-    assert sum(costs.values()) == sum(spec.numel for spec in declared.values())
-    for stages in range(1, 8):
-        cut = by_cost(costs, stages)
-        held = parameters(list(declared), cut, tied)
-        counts = Counter(itertools.chain.from_iterable(held))
+@pytest.mark.parametrize("words", ["", "model.tied=true", "model.attention=mla model.rotary_dim=4 model.mtp_depth=2"])
+@pytest.mark.parametrize("cut", ["even", "cost", "0,1,1,2"])
+def test_every_parameter_of_a_model_is_in_one_stage(words, cut):
+    """And the embedding, the only one twice, where something at the end uses it too."""
+    for ranks, name in ((4, "1f1b"), (2, "zbv"), (2, "interleaved")):
+        given = [f"pp.degree={ranks}", f"pp.schedule={name}", f"pp.cut={cut}", *words.split()]
+        config = load("experiments/configs/tiny.yaml", given, CHECKS)
+        with torch.device("meta"):
+            declared = specs(Decoder(config.model))
+        held = [parts for stages in PipelineParallel().stages(config) for parts in stages.values()]
+        counts = Counter(itertools.chain.from_iterable(names_of(parts, declared) for parts in held))
         assert set(counts) == set(declared)
-        twice = {name for name, count in counts.items() if count > 1}
-        assert twice == ({"embedding.weight"} if stages > 1 and (tied or "mtp_depth" in change) else set())
-        assert not twice or (twice <= set(held[0]) and twice <= set(held[-1]))
+        copied = config.model.tied or config.model.mtp_depth
+        assert {n for n, count in counts.items() if count > 1} == ({"embedding.weight"} if copied else set())
+
+
+def test_the_key_chooses_the_cut():
+    """The head of a model with a depth of multi-token prediction is more than a layer."""
+
+    def layers_by_stage(*words):
+        return layers_of(cut_of(load("experiments/configs/tiny.yaml", ["model.mtp_depth=1", *words]), 2))
+
+    assert layers_by_stage() == [2, 2]
+    assert layers_by_stage("pp.cut=cost") == [3, 1]
+    assert layers_by_stage("pp.cut=0,4") == [0, 4]
 
 
 def test_flops_as_costs():
@@ -105,8 +116,3 @@ def test_flops_as_costs():
     assert sum(costs.values()) == flops_per_token(config, declared, 64, causal=True)
     counts = layers_of(by_cost(costs, 4))
     assert sum(counts) == 8 and counts[-1] < counts[0]
-
-
-def test_a_parameter_without_a_stage_is_told():
-    with pytest.raises(ValueError, match=r"parameter layers\.9\.ffn\.w_up belongs to layers\.9, which no stage holds"):
-        parameters(["layers.9.ffn.w_up"], evenly(4, 2), tied=False)

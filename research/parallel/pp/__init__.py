@@ -4,13 +4,13 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
 
-from research.config import ModelConfig, PpConfig, Problem, RunConfig
+from research.config import PpConfig, Problem, RunConfig
 from research.mesh import Mesh
 from research.models.batch import Batch
 from research.models.kernels import Products
 from research.models.seams import Seam
 from research.parallel.pp.check import check
-from research.parallel.pp.cut import EMBEDDING, HEAD, evenly
+from research.parallel.pp.cut import FORM, LEGAL, cut_of, with_copies
 from research.parallel.pp.generate import FILE, generate, refusals, stages_of
 from research.parallel.pp.program import evaluation, program_of
 from research.parallel.pp.schedule import Schedule
@@ -34,7 +34,10 @@ class PipelineParallel:
         pp, most = config.pp, config.model.layers + 2
         found = refusals(pp.schedule, pp.degree, config.train.microbatches, pp.stages_per_rank or None)
         found = [p for p in found if pp.degree > 1 or p.key != "ranks"]
-        yield from (dataclasses.replace(p, key=KEYS[p.key]) for p in found)
+        found = [dataclasses.replace(p, key=KEYS[p.key]) for p in found]
+        if not FORM.fullmatch(pp.cut):
+            found.append(Problem("pp.cut", pp.cut, "is no cut of the layers", LEGAL))
+        yield from found
         if found or pp.degree == 1:
             return
         try:
@@ -45,6 +48,11 @@ class PipelineParallel:
         if stages > most:
             rule = f"makes {stages} stages, of which some would be empty: model.layers={config.model.layers},"
             yield Problem("pp.degree", pp.degree, f"{rule} embedding and head are {most} parts", f"1 to {most} stages")
+        elif pp.cut != "cost":  # which always fits
+            try:
+                cut_of(config, stages)
+            except ValueError as error:
+                yield Problem("pp.cut", pp.cut, f"does not fit: {error}", LEGAL)
 
     def seams(self, config: RunConfig, mesh: Mesh, products: Products) -> Mapping[str, Seam]:
         return {}
@@ -59,7 +67,7 @@ class PipelineParallel:
     def stages(self, config: RunConfig) -> Sequence[Mapping[int, Collection[str] | None]]:
         """By rank: its stages, and the parts of the model in each. None: all."""
         schedule = schedule_of(config.pp, config.train.microbatches)
-        cut = [with_copies(config.model, parts) for parts in evenly(config.model.layers, schedule.stages)]
+        cut = [with_copies(config.model, parts) for parts in cut_of(config, schedule.stages)]
         return [{stage: cut[stage] for stage in stages} for stages in schedule.holds]
 
     def program(self, config: RunConfig, rank: int) -> Program:
@@ -92,11 +100,3 @@ def schedule_of(pp: PpConfig, microbatches: int) -> Schedule:
 def _evaluation_of(pp: PpConfig, microbatches: int, rank: int, batches: int) -> Program:
     """The same at every evaluation of a training."""
     return program_of(evaluation(schedule_of(pp, microbatches), batches), rank)
-
-
-def with_copies(model: ModelConfig, parts: Sequence[str]) -> Sequence[str]:
-    """The head comes with the depths of multi-token prediction, and with a copy of the embedding where it needs one."""
-    if HEAD not in parts:
-        return parts
-    copied = model.tied or model.mtp_depth
-    return (*dict.fromkeys([*parts, "mtp", *([EMBEDDING] if copied else [])]),)

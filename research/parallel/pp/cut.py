@@ -5,10 +5,42 @@ the head, which they multiply with.
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 
+import torch
+
+from research.config import ModelConfig, RunConfig
+from research.models.decoder import Decoder, specs
+from research.models.flops import flops_by_part
+
 EMBEDDING, HEAD = "embedding", "head"
+FORM = re.compile(r"even|cost|\d+(,\d+)*")  # of `pp.cut`
+LEGAL = "even, cost, or how many layers each stage has: 2,3,3,2"
+
+
+def cut_of(config: RunConfig, stages: int) -> tuple[tuple[str, ...], ...]:
+    """The cut that `pp.cut` asks for. Raises ValueError where a list of layers does not fit."""
+    layers, how = config.model.layers, config.pp.cut
+    if how == "even":
+        return evenly(layers, stages)
+    if how == "cost":
+        with torch.device("meta"):
+            declared = specs(Decoder(config.model))
+        return by_cost(flops_by_part(config.model, declared, config.data.sequence, causal=True), stages)
+    counts = [int(count) for count in how.split(",")]
+    if len(counts) != stages:
+        raise ValueError(f"there are {stages} stages, not {len(counts)}")
+    return by_list(layers, counts)
+
+
+def with_copies(model: ModelConfig, parts: Sequence[str]) -> Sequence[str]:
+    """The head comes with the depths of multi-token prediction, and with a copy of the embedding where it needs one."""
+    if HEAD not in parts:
+        return parts
+    copied = model.tied or model.mtp_depth
+    return (*dict.fromkeys([*parts, "mtp", *([EMBEDDING] if copied else [])]),)
 
 
 def row_of(layers: int) -> tuple[str, ...]:
@@ -46,7 +78,7 @@ def by_list(layers: int, counts: Sequence[int]) -> tuple[tuple[str, ...], ...]:
 
 def by_cost(costs: Mapping[str, float], stages: int) -> tuple[tuple[str, ...], ...]:
     """Parts of each stage such that the costliest stage costs as little as it can, none empty; the others are then as
-    equal as that allows. `costs` has every part, in order: parameters, FLOPs or measured times.
+    equal as that allows. `costs` has every part, in order.
 
     Raises ValueError where a stage would be empty or a cost is negative.
     """
@@ -80,34 +112,3 @@ def _least(sums: Sequence[float], stages: int) -> list[list[float]]:
 def _fits(layers: int, stages: int) -> None:
     if not 1 <= stages <= layers + 2:
         raise ValueError(f"stages={stages} do not fit layers={layers}, embedding and head; legal: 1 to {layers + 2}")
-
-
-def parameters(names: Sequence[str], cut: Sequence[Sequence[str]], tied: bool) -> tuple[tuple[str, ...], ...]:
-    """Names of the parameters of each stage. Each stands in one stage; a `tied` head, and multi-token prediction, bring
-    a copy of the embedding's weight to the head's stage where that is another one. Raises ValueError for a name that no
-    part claims."""
-    copied = tied or any(name.startswith("mtp.") for name in names)
-    stage_of = {part: stage for stage, held in enumerate(cut) for part in held}
-    found: list[list[str]] = [[] for _ in cut]
-    for name in names:
-        part = part_of(name)
-        if part not in stage_of:
-            raise ValueError(f"parameter {name} belongs to {part}, which no stage holds")
-        found[stage_of[part]].append(name)
-        if copied and part == EMBEDDING and stage_of[HEAD] != stage_of[EMBEDDING]:
-            found[stage_of[HEAD]].append(name)
-    return tuple(map(tuple, found))
-
-
-def part_of(name: str) -> str:
-    """layers.3.attention.wq -> layers.3; head.norm.weight -> head; mtp.1.projection -> head"""
-    words = name.split(".")
-    return ".".join(words[:2]) if words[0] == "layers" else HEAD if words[0] == "mtp" else words[0]
-
-
-def costs_of(layers: int, sizes: Mapping[str, float]) -> dict[str, float]:
-    """Cost of each part, from that of each parameter by name; FLOPs of parts are `models.flops.flops_by_part`."""
-    costs = dict.fromkeys(row_of(layers), 0.0)
-    for name, size in sizes.items():
-        costs[part_of(name)] += size
-    return costs
