@@ -112,7 +112,7 @@ def test_a_stale_number_is_noticed():
 def test_the_template_runs_over_rows_that_it_has_never_seen(execute, tmp_path):
     template = read(ROOT / "tests" / "report" / "row.json")
     traffic = {"dp": {"gradients/all_reduce/backward": 1048576.0}}
-    for ranks, arm in enumerate(("one_process", "dp2", "dp4"), 1):
+    for ranks, arm in enumerate(("one_process", "dp2", "dp2_zero3"), 1):
         hardware = dataclasses.replace(template.hardware, ranks=ranks)
         changes = {"run_id": arm, "arm": arm, "ablation": "quickstart", "hardware": hardware, "comm_bytes": traffic}
         write(dataclasses.replace(template, **changes), tmp_path / "results" / "reference" / "quickstart")
