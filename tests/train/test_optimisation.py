@@ -12,11 +12,12 @@ from research.data.tokens import open_tokens
 from research.launch.local import start
 from research.mesh import Mesh, total_ranks
 from research.settings import load
-from research.train import loop
+from research.train import loop, storage
 from research.train.loop import Trainer, train
 from research.train.optim import learning_rate
 from research.train.proof import ignore_some
 from research.train.run import global_batches
+from research.train.storage import square_sum
 
 LIMIT_S = 60.0
 
@@ -63,6 +64,17 @@ def test_cosine_and_wsd_by_hand():
     assert [learning_rate(wsd, i) for i in range(40)] == pytest.approx(want, abs=1e-12)
     everything_warms = TrainConfig(steps=3, warmup_steps=3, lr=3.0)
     assert [learning_rate(everything_warms, i) for i in range(3)] == pytest.approx([1, 2, 3])
+
+
+def test_norm_of_many_elements(monkeypatch):
+    """To the precision of float32, whatever the length; planted: one norm of all."""
+    for length in (0, 5, 1024, 2**22 + 7):
+        x = torch.randn(length, generator=torch.Generator().manual_seed(0)) * 1e-3
+        want = float(x.double().square().sum())
+        assert float(square_sum(x, torch.float32)) == pytest.approx(want, rel=1e-6)
+        assert float(square_sum(x.bfloat16(), torch.float32)) == pytest.approx(want, rel=1e-2)
+    monkeypatch.setattr(storage, "ROW", length)
+    assert float(square_sum(x, torch.float32)) != pytest.approx(want, rel=1e-5)
 
 
 def test_each_step_is_adamw_on_the_clipped_gradient(config):
