@@ -11,7 +11,7 @@ import torch
 
 from research.bench.side_by_side import Case, RankedCase, Side, Values
 from research.bench.torch_data import TorchTraining
-from research.bench.workload import STEPS, TOLERANCE, batch_of, config_of, losses_and_norms, sizes
+from research.bench.workload import STEPS, TOLERANCE, batch_of, config_of, sizes, steps_of, values_of
 from research.config import RunConfig
 from research.launch.process import Place
 from research.mesh import Mesh
@@ -32,9 +32,9 @@ def case(config: RunConfig, name: str, peer: str, place: Place, device: torch.de
     other = TorchTraining(config, peer, trainer.world, device)
 
     def run_ours() -> Values:
-        return {"losses and norms": losses_and_norms(trainer, batch)}
+        return values_of(steps_of(trainer, batch))
 
     def run_theirs() -> Values:
-        return {"losses and norms": torch.tensor([other.step(batch) for _ in range(STEPS)])}
+        return values_of([other.step(batch) for _ in range(STEPS)])
 
     return Case(name, 1, TOLERANCE, Side("quintet", run_ours), [Side(f"torch {peer}", run_theirs)])

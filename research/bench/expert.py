@@ -1,7 +1,7 @@
 """A training step of a MoE decoder at ep=2 against the same model with stock expert parallelism, on two processes.
 
 Both take steps of clipped AdamW on one batch, in float32, from equal weights. AdamW hardly sees the scale of a
-gradient: that experts' gradients are summed alike is told by the norm.
+gradient, so that experts' gradients are alike is told by the norm.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ import torch
 
 from research.bench.side_by_side import Case, RankedCase, Side, Values
 from research.bench.torch_expert import TorchExpertTraining
-from research.bench.workload import STEPS, TOLERANCE, batch_of, config_of, losses_and_norms, sizes
+from research.bench.workload import STEPS, TOLERANCE, batch_of, config_of, sizes, steps_of, values_of
 from research.build import build
 from research.config import RunConfig, replace
 from research.launch.process import Place
@@ -41,9 +41,9 @@ def case(config: RunConfig, name: str, place: Place, device: torch.device) -> Ca
     other = TorchExpertTraining(config, dict(whole.named_parameters()), device)
 
     def run_ours() -> Values:
-        return {"losses and norms": losses_and_norms(trainer, batch)}
+        return values_of(steps_of(trainer, batch))
 
     def run_theirs() -> Values:
-        return {"losses and norms": torch.tensor([other.step(mine) for _ in range(STEPS)])}
+        return values_of([other.step(mine) for _ in range(STEPS)])
 
     return Case(name, 1, TOLERANCE, Side("quintet", run_ours), [Side("torch all_to_all_single, loop", run_theirs)])

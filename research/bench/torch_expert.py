@@ -1,6 +1,6 @@
 """A plain decoder with experts over ranks, as one writes it from torch's parts: ranks tell each other how many rows
-they send, rows travel by `all_to_all_single`, a loop runs the experts that are here; the rest is averaged by DDP. The
-same function as `models/moe.py` with softmax scores and weights that sum to 1.
+they send, rows travel by `all_to_all_single`, sorted by expert they pass a loop over the experts that are here, the
+gradients of all else are averaged by DDP. The same function as `models/moe.py` with weights that sum to 1.
 
 B batch, S tokens, D model, E experts, K top-k, T = B*S, n ranks, N rows that arrive
 """
@@ -41,10 +41,9 @@ class Experts(nn.Module):
         arriving = torch.empty_like(leaving)
         dist.all_to_all_single(arriving, leaving)
         sent, received = (n.view(self.ranks, -1).sum(1).tolist() for n in (leaving, arriving))
-        of_token, world = order // self.top_k, dist.group.WORLD
-        assert world is not None
-        rows = all_to_all_single_autograd(tokens[of_token], received, sent, world)
-        rows = all_to_all_single_autograd(self.computed(rows, arriving), sent, received, world)
+        of_token = order // self.top_k
+        rows = sent_over(tokens[of_token], sent, received)
+        rows = sent_over(self.computed(rows, arriving), received, sent)
         rows = rows * weights.flatten()[order, None]
         return torch.zeros_like(tokens).index_add(0, of_token, rows).view_as(x)
 
@@ -55,6 +54,12 @@ class Experts(nn.Module):
         parts = rows[order].split(counts.view(self.ranks, -1).sum(0).tolist())
         y = torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)])
         return torch.empty_like(y).index_copy(0, order, y)
+
+
+def sent_over(rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+    """rows (N, D), of which rank i gets sent[i] -> (M, D), received[i] of rank i"""
+    assert dist.group.WORLD is not None
+    return all_to_all_single_autograd(rows, received, sent, dist.group.WORLD)
 
 
 def held(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

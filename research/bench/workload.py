@@ -1,10 +1,11 @@
 """What the benches of whole training steps share: a decoder, its optimisation, one batch, and our side of the steps."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from research.bench.side_by_side import Values
 from research.config import RunConfig
 from research.models.batch import Batch
 from research.settings import from_mapping
@@ -47,7 +48,14 @@ def losses_of(trainer: Trainer, batch: Batch) -> Tensor:
     return torch.stack(losses)
 
 
-def losses_and_norms(trainer: Trainer, batch: Batch) -> Tensor:
-    """Of our steps (STEPS, 2): the loss before each, and the norm of its gradient."""
-    steps = [trainer.update(step, trainer.backward([batch]))[0] for step in range(STEPS)]
-    return torch.tensor([(loss, norm) for loss, _, norm in steps])
+def steps_of(trainer: Trainer, batch: Batch) -> list[tuple[float, float]]:
+    """Of each of our steps the loss before it, and the norm of its gradient."""
+    steps = (trainer.update(step, trainer.backward([batch]))[0] for step in range(STEPS))
+    return [(loss, norm) for loss, _, norm in steps]
+
+
+def values_of(steps: Sequence[tuple[float, float]]) -> Values:
+    """What must agree. Of the norms the first one: AdamW divides small gradients by themselves, so that later ones tell
+    of rounding."""
+    losses, norms = torch.tensor(steps).unbind(1)
+    return {"losses": losses, "norm": norms[:1]}
