@@ -182,11 +182,7 @@ def _columns(found: Sequence[Line], baseline: str) -> dict[str, list[str]]:
         "IQR (ms)": _cells(found, lambda r: r.step_ms_iqr, number),
         "peak (MiB)": _cells(found, lambda r: peak_bytes(r) / MIB, number, min),
         "received (MiB)": _cells(found, lambda r: wire_bytes(r) / MIB, number, min),
-        **(
-            {"MaxVio": _where(has_experts, found, _cells(found, max_violation, number, min))}
-            if has_experts(rows)
-            else {}
-        ),
+        **({"MaxVio": _violation_cells(found)} if has_experts(rows) else {}),
     }
 
 
@@ -215,9 +211,12 @@ def _equals(line: Line) -> tuple[str, str, int]:
 
 
 def _depth_cells(found: Sequence[Line], depth: int) -> list[str]:
-    return _where(
-        lambda rows: depth in depths(rows), found, _cells(found, lambda r: loss_of_depth(r, depth), _fixed, min)
-    )
+    cells = _cells(found, lambda r: loss_of_depth(r, depth), _fixed, min)
+    return _where(lambda rows: depth in depths(rows), found, cells)
+
+
+def _violation_cells(found: Sequence[Line]) -> list[str]:
+    return _where(has_experts, found, _cells(found, max_violation, number, min))
 
 
 def _where(there: Callable[[Sequence[Row]], bool], found: Sequence[Line], cells: Sequence[str]) -> list[str]:
