@@ -13,8 +13,8 @@ from research.config import RunConfig
 from research.mesh import Box, Group, Layout, Mesh
 from research.models import seams
 from research.models.decoder import Decoder, Parts, names_of, specs
-from research.models.kernels import Products
 from research.models.params import Block, Spec
+from research.models.products import Products
 from research.parallel.axis import AXES, staged
 
 Values = Callable[[str, Spec, Layout], Tensor]  # a parameter -> this rank's box of it, padded to its local shape

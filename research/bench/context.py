@@ -11,9 +11,9 @@ from functools import partial
 import torch
 
 from research import comm
-from research.bench.side_by_side import Case, RankedCase, Side, Values
+from research.bench.side_by_side import Case, RankedCase, Side, Values, by_torch
 from research.bench.torch_context import TorchRingTraining
-from research.bench.workload import STEPS, TOLERANCE, batch_of, config_of, losses_of, sizes
+from research.bench.workload import STEPS, TOLERANCE, batch_of, config_of, losses_of, side, sizes
 from research.config import RunConfig, replace
 from research.launch.process import Place
 from research.mesh import Mesh
@@ -34,7 +34,8 @@ def case(config: RunConfig, name: str, place: Place, device: torch.device) -> Ca
     batch = batch_of(config)
     mesh = Mesh.from_config(config, place.world, place.rank)
     world, mine = mesh.group("world"), cut_batch(batch, config, mesh)
-    trainer, whole = Trainer(config, mesh, device), Trainer(replace(config, {"cp.degree": 1}), Mesh({}), device)
+    ours, plain = (side(config, "quintet", place, device) for _ in range(2))
+    whole = Trainer(replace(config, {"cp.degree": 1}), Mesh({}), device)
     other = TorchRingTraining(config, {n: weight for n, _, weight in whole.storage.weights()}, device)
 
     def run_one() -> Values:
@@ -47,5 +48,4 @@ def case(config: RunConfig, name: str, place: Place, device: torch.device) -> Ca
         "torch's ring attention, DDP": lambda: {"losses": torch.stack([other.step(mine) for _ in range(STEPS)])},
         "one process": run_one,
     }
-    ours = Side("quintet", lambda: {"losses": losses_of(trainer, batch)})
-    return Case(name, 1, TOLERANCE, ours, [Side(n, run) for n, run in sides.items()])
+    return Case(name, 1, TOLERANCE, ours, [*(Side(n, run) for n, run in sides.items()), by_torch(plain)])

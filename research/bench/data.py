@@ -9,13 +9,12 @@ from functools import partial
 
 import torch
 
-from research.bench.side_by_side import Case, RankedCase, Side, Values
+from research.bench.side_by_side import Case, RankedCase, Side, Values, by_torch
 from research.bench.torch_data import TorchTraining
-from research.bench.workload import STEPS, TOLERANCE, batch_of, config_of, sizes, steps_of, values_of
+from research.bench.workload import STEPS, TOLERANCE, batch_of, clipped, config_of, sizes, values_of
 from research.config import RunConfig
 from research.launch.process import Place
 from research.mesh import Mesh
-from research.train.loop import Trainer
 
 
 def cases(zero: int, peer: str) -> Iterator[RankedCase]:
@@ -28,13 +27,11 @@ def cases(zero: int, peer: str) -> Iterator[RankedCase]:
 def case(config: RunConfig, name: str, peer: str, place: Place, device: torch.device) -> Case:
     """This rank's part of both."""
     batch = batch_of(config)
-    trainer = Trainer(config, Mesh.from_config(config, place.world, place.rank), device)
-    other = TorchTraining(config, peer, trainer.world, device)
-
-    def run_ours() -> Values:
-        return values_of(steps_of(trainer, batch))
+    ours, plain = (clipped(config, "quintet", place, device) for _ in range(2))
+    world = Mesh.from_config(config, place.world, place.rank).group("world")
+    other = TorchTraining(config, peer, world, device)
 
     def run_theirs() -> Values:
         return values_of([other.step(batch) for _ in range(STEPS)])
 
-    return Case(name, 1, TOLERANCE, Side("quintet", run_ours), [Side(f"torch {peer}", run_theirs)])
+    return Case(name, 1, TOLERANCE, ours, [Side(f"torch {peer}", run_theirs), by_torch(plain)])

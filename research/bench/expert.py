@@ -9,15 +9,14 @@ from functools import partial
 
 import torch
 
-from research.bench.side_by_side import Case, RankedCase, Side, Values
+from research.bench.side_by_side import Case, RankedCase, Side, Values, by_torch
 from research.bench.torch_expert import TorchExpertTraining
-from research.bench.workload import STEPS, TOLERANCE, batch_of, config_of, sizes, steps_of, values_of
+from research.bench.workload import STEPS, TOLERANCE, batch_of, clipped, config_of, sizes, values_of
 from research.build import build
 from research.config import RunConfig, replace
 from research.launch.process import Place
 from research.mesh import Mesh
 from research.parallel.axis import cut_batch
-from research.train.loop import Trainer
 
 RANKS = 2
 MOE = {"model.dense_layers": 0, "model.shared_experts": 0, "model.balance": 0, "model.z_loss": 0, "ep.degree": RANKS}
@@ -36,14 +35,12 @@ def case(config: RunConfig, name: str, place: Place, device: torch.device) -> Ca
     """This rank's part of both."""
     batch = batch_of(config)
     mesh = Mesh.from_config(config, place.world, place.rank)
-    mine, trainer = cut_batch(batch, config, mesh), Trainer(config, mesh, device)
+    mine = cut_batch(batch, config, mesh)
+    ours, plain = (clipped(config, "quintet", place, device) for _ in range(2))
     whole = build(config, Mesh({}), device).model
     other = TorchExpertTraining(config, dict(whole.named_parameters()), device)
-
-    def run_ours() -> Values:
-        return values_of(steps_of(trainer, batch))
 
     def run_theirs() -> Values:
         return values_of([other.step(mine) for _ in range(STEPS)])
 
-    return Case(name, 1, TOLERANCE, Side("quintet", run_ours), [Side("torch all_to_all_single, loop", run_theirs)])
+    return Case(name, 1, TOLERANCE, ours, [Side("torch all_to_all_single, loop", run_theirs), by_torch(plain)])

@@ -14,11 +14,11 @@ from transformers import LlamaConfig, Qwen3MoeConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
 
-from research.bench.side_by_side import Case, Side, Values
+from research.bench.side_by_side import Case, Side, Values, by_torch
 from research.config import ModelConfig
 from research.models.decoder import Layer
-from research.models.kernels import Products
 from research.models.params import Block
+from research.models.products import Products
 from research.models.recompute import decide
 from research.models.rope import Places, rotary
 from research.models.seams import one_device
@@ -50,12 +50,12 @@ def cases() -> Iterator[Case]:
     sizes = f"{SAMPLES} x {LENGTH} tokens, D {DIM}"
     for threads in (1, 2):
         ours, llama = pair(DENSE, "transformers", *_llama())
-        yield Case(f"dense layer, {sizes}, ffn {DENSE.ffn}", threads, TOLERANCE, ours, [llama])
+        yield Case(f"dense layer, {sizes}, ffn {DENSE.ffn}", threads, TOLERANCE, ours, [llama, by_torch(ours)])
         (ours, grouped), (_, loop) = (
             pair(MOE, f"transformers, {experts}", *_qwen3_moe(experts)) for experts in ("grouped_mm", "eager")
         )
         name = f"MoE layer, {sizes}, {MOE.experts} experts of {MOE.expert_ffn}, top {MOE.top_k}"
-        yield Case(name, threads, TOLERANCE, ours, [grouped, loop])
+        yield Case(name, threads, TOLERANCE, ours, [grouped, loop, by_torch(ours)])
 
 
 def pair(c: ModelConfig, name: str, theirs: nn.Module, config: Any) -> tuple[Side, Side]:

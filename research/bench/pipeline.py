@@ -25,7 +25,7 @@ from research.ledger import Ledger
 from research.mesh import Mesh, total_ranks
 from research.models.batch import Batch
 from research.models.decoder import Output, Parts, holds, names_of
-from research.models.kernels import Products
+from research.models.products import Products
 from research.parallel.pp import schedule_of
 from research.parallel.pp.schedule import Schedule
 from research.parallel.pp.simulate import Times, even, simulate

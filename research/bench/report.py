@@ -13,6 +13,8 @@ from research.files import write_atomically
 NOTE = """\
 - Ratio: ours over the other, of CPU time (all threads and processes) and of wall time; median over repetitions that
   take turns, and the quartiles. Less than 1: ours is faster.
+- Torch's products: ours without those of oneDNN (`models/products.py`). Ratio over another / ratio over this one is
+  what it would be with the same products on both sides; where the other side trains our model, it has them as well.
 - Error: the largest relative error of any output or gradient between the two, held to a tolerance before timing.
 """
 

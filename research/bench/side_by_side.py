@@ -30,6 +30,20 @@ class Side:
     run: Callable[[], Values]  # one repetition: what is timed, and what it came to
 
 
+def by_torch(side: Side) -> Side:
+    """A second side like ours, with torch's own products (`models/products.py`): how much of a ratio is that of
+    products. Ratio over another / ratio over this one is what it would be with the same products on both sides."""
+
+    def run() -> Values:
+        enabled, *_ = torch.backends.mkldnn.set_flags(False)
+        try:
+            return side.run()
+        finally:
+            torch.backends.mkldnn.set_flags(enabled)
+
+    return Side(f"{side.name}, torch's products", run)
+
+
 @dataclass(frozen=True)
 class Case:
     """One comparison: `ours` over each of `others`."""

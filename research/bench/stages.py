@@ -11,14 +11,13 @@ from functools import partial
 import torch
 
 from research import comm
-from research.bench.side_by_side import Case, RankedCase, Side, Values
+from research.bench.side_by_side import Case, RankedCase, Side, Values, by_torch
 from research.bench.torch_pipeline import TorchPipeline
-from research.bench.workload import STEPS, TOLERANCE, batch_of, config_of, losses_of, sizes
+from research.bench.workload import STEPS, TOLERANCE, batch_of, config_of, side, sizes
 from research.build import build
 from research.config import RunConfig, replace
 from research.launch.process import Place
 from research.mesh import Mesh, total_ranks
-from research.train.loop import Trainer
 
 STAGES, MICROBATCHES, TP = 2, 4, 2
 SPLIT = ("zb_h1", "zbv")  # schedules
@@ -43,7 +42,8 @@ def named(config: RunConfig) -> str:
 
 def beside_torch(config: RunConfig, name: str, place: Place, device: torch.device) -> Case:
     """This rank's part of both."""
-    batch, ours = batch_of(config), side(config, "quintet", place, device)
+    batch = batch_of(config)
+    ours, plain = (side(config, "quintet", place, device) for _ in range(2))
     weights = dict(build(replace(config, {"pp.degree": 1, "tp.degree": 1}), Mesh({}), device).model.named_parameters())
     other = TorchPipeline(config, weights, device)
     world = Mesh.from_config(config, place.world, place.rank).group("world")
@@ -52,15 +52,10 @@ def beside_torch(config: RunConfig, name: str, place: Place, device: torch.devic
         losses = torch.stack([other.step(batch) for _ in range(STEPS)])
         return {"losses": comm.all_reduce_(losses, world, "loss") / config.tp.degree}
 
-    return Case(name, 1, TOLERANCE, ours, [Side("torch pipelining", run_theirs)])
+    return Case(name, 1, TOLERANCE, ours, [Side("torch pipelining", run_theirs), by_torch(plain)])
 
 
 def beside_ours(config: RunConfig, name: str, other: RunConfig, place: Place, device: torch.device) -> Case:
     """This rank's part of both schedules."""
     ours, theirs = (side(c, f"quintet {c.pp.schedule}", place, device) for c in (config, other))
     return Case(name, 1, TOLERANCE, ours, [theirs])
-
-
-def side(config: RunConfig, name: str, place: Place, device: torch.device) -> Side:
-    batch, trainer = batch_of(config), Trainer(config, Mesh.from_config(config, place.world, place.rank), device)
-    return Side(name, lambda: {"losses": losses_of(trainer, batch)})

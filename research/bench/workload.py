@@ -5,8 +5,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from research.bench.side_by_side import Values
+from research.bench.side_by_side import Side, Values
 from research.config import RunConfig
+from research.launch.process import Place
+from research.mesh import Mesh
 from research.models.batch import Batch
 from research.settings import from_mapping
 from research.train.loop import Trainer
@@ -35,6 +37,18 @@ def batch_of(config: RunConfig) -> Batch:
     ids = torch.randint(0, config.model.vocab, (config.train.global_batch, length + 1), generator=generator)
     positions = torch.arange(length).expand(len(ids), -1)
     return Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), positions, torch.zeros_like(positions))
+
+
+def side(config: RunConfig, name: str, place: Place, device: torch.device) -> Side:
+    """Our steps on this rank, in a training of its own: their losses."""
+    batch, trainer = batch_of(config), Trainer(config, Mesh.from_config(config, place.world, place.rank), device)
+    return Side(name, lambda: {"losses": losses_of(trainer, batch)})
+
+
+def clipped(config: RunConfig, name: str, place: Place, device: torch.device) -> Side:
+    """The same with the norm that clips."""
+    batch, trainer = batch_of(config), Trainer(config, Mesh.from_config(config, place.world, place.rank), device)
+    return Side(name, lambda: values_of(steps_of(trainer, batch)))
 
 
 def losses_of(trainer: Trainer, batch: Batch) -> Tensor:

@@ -49,6 +49,7 @@ def counter() -> FlopCounterMode:
         display=False,
         custom_mapping={
             ops._grouped_mm: _grouped,
+            torch.ops.mkldnn._linear_pointwise: _linear,
             ops._scaled_dot_product_flash_attention_for_cpu: _attention,
             ops._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
         },
@@ -58,6 +59,11 @@ def counter() -> FlopCounterMode:
 def _grouped(a, b, *args, out_shape=None, **kwargs) -> int:  # type: ignore[no-untyped-def]
     """(N, I) x (E, I, O), or (I, N) x (N, O) -> (E, I, O): 2 N I O either way."""
     return 2 * math.prod(a) * b[-1]
+
+
+def _linear(x, w, *args, out_shape=None, **kwargs) -> int:  # type: ignore[no-untyped-def]
+    """(.., I) x (O, I)"""
+    return 2 * math.prod(x) * w[0]
 
 
 def _attention(q, k, v, *args, out_shape=None, **kwargs) -> int:  # type: ignore[no-untyped-def]

@@ -1,12 +1,12 @@
-"""The arithmetic that is worth more than one line of torch: products, attention, permutation of rows."""
+"""The arithmetic that is worth more than one line of torch: embedding, attention, loss, permutation of rows."""
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from research.models.products import linear, weight_gradient
 from research.models.recipes import recipe_of
 
 
@@ -36,113 +36,6 @@ class _Embed(torch.autograd.Function):
         dw = torch.zeros(ctx.rows, dy.shape[-1], dtype=wide, device=dy.device)
         dw.index_add_(0, ids.flatten(), dy.flatten(0, -2).to(wide))
         return dw.to(ctx.dtype), None
-
-
-class Kept(NamedTuple):
-    """A weight gradient that was put off: what computes it, and for which weights."""
-
-    weights: Sequence[Tensor]
-    gradients: Callable[[], Sequence[Tensor]]  # holds inputs and output gradients until it has run
-
-
-class Products:
-    """The matrix products with a weight. One object for a model, so that what they do can be changed in one place.
-
-    While `kept` is a list, backward puts the gradients of weights off into it: the pass for the gradient of the input
-    alone. It is no global, as backward runs on other threads on CUDA.
-    """
-
-    def __init__(self) -> None:
-        self.kept: list[Kept] | None = None
-
-    @property
-    def puts_off(self) -> bool:
-        return self.kept is not None
-
-    def linear(self, x: Tensor, w: Tensor) -> Tensor:
-        """x (.., I), w (O, I) -> (.., O)"""
-        y: Tensor = _Linear.apply(x, w, self)
-        return y
-
-    def grouped(self, rows: Tensor, w: Tensor, counts: Tensor) -> Tensor:
-        """rows (N, I) sorted by expert, w (E, O, I), counts (E,) with sum N -> (N, O): each expert's product with its
-        own rows. One kernel, in bfloat16 on recent GPUs (SM 9 and 10) without a host sync. What it refuses, float64
-        and widths that are no multiple of 16 bytes, loops over the experts."""
-        loops = rows.dtype == torch.float64 or any(n * w.element_size() % 16 for n in w.shape[1:])
-        where = counts.tolist() if loops else counts.cumsum(0, dtype=torch.int32)
-        y: Tensor = _Grouped.apply(rows, w, where, self)
-        return y
-
-    def gradients(self, weights: Sequence[Tensor], compute: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor | None]:
-        """For the backward of a product: the gradients of its weights, or none where they are put off."""
-        if self.kept is None:
-            return compute()
-        self.kept.append(Kept(weights, compute))
-        return [None] * len(weights)
-
-
-class _Linear(torch.autograd.Function):
-    """
-    forward   (.., I), (O, I) -> (.., O)   y = x w^T
-    backward  (.., O) -> (.., I), (O, I)   dx = dy w;  dw = dy^T x, now or later
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, w: Tensor, products: Products) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(x, w)
-        ctx.about = w, products
-        return F.linear(x, w)
-
-    @staticmethod
-    def backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
-        x, w = ctx.saved_tensors
-        weight, products = ctx.about  # the parameter itself, which recompute saves no more than an alias of
-        dx = dy @ w if ctx.needs_input_grad[0] else None
-        (dw,) = products.gradients([weight], lambda: [dy.flatten(0, -2).T @ x.flatten(0, -2)])
-        return dx, dw, None
-
-
-Where = list[int] | Tensor  # rows of each expert; or where they end (E,), on the device
-
-
-class _Grouped(torch.autograd.Function):
-    """For each expert e, which has n of the N rows:
-
-    forward   (n, I), (O, I) -> (n, O)   y_e = x_e w_e^T
-    backward  (n, O) -> (n, I), (O, I)   dx_e = dy_e w_e;  dw_e = dy_e^T x_e, now or later
-    """
-
-    @staticmethod
-    def forward(ctx, rows: Tensor, w: Tensor, where: Where, products: Products) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(rows, w, where if isinstance(where, Tensor) else None)
-        ctx.about = w, where if isinstance(where, list) else None, products
-        return _by_expert(rows, w.transpose(-2, -1), where)
-
-    @staticmethod
-    def backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
-        rows, w, ends = ctx.saved_tensors
-        weight, sizes, products = ctx.about
-        where = sizes if ends is None else ends
-        dx = _by_expert(dy, w, where) if ctx.needs_input_grad[0] else None
-        (dw,) = products.gradients([weight], lambda: [_of_experts(dy, rows, where)])
-        return dx, dw, None, None
-
-
-def _by_expert(rows: Tensor, w: Tensor, where: Where) -> Tensor:
-    """rows (N, I), w (E, I, O) -> (N, O)"""
-    if isinstance(where, Tensor):
-        return F.grouped_mm(rows, w, offs=where)
-    return torch.cat([r @ e for r, e in zip(rows.split(where), w, strict=True)])
-
-
-def _of_experts(dy: Tensor, rows: Tensor, where: Where) -> Tensor:
-    """dy (N, O), rows (N, I) -> (E, O, I)"""
-    if isinstance(where, Tensor):
-        dw = F.grouped_mm(dy.T, rows, offs=where)
-        if dw.is_cuda:  # some kernels leave what they find there to an expert without rows (pytorch issue 172439)
-            dw.masked_fill_((where.diff(prepend=where.new_zeros(1)) == 0)[:, None, None], 0)
-        return dw
-    return torch.stack([d.T @ r for d, r in zip(dy.split(where), rows.split(where), strict=True)])
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = 0) -> Tensor:
@@ -239,7 +132,7 @@ class _CrossEntropy(torch.autograd.Function):
         loss = x.new_zeros((), dtype=wide)
         for at in (slice(i, i + tokens) for i in range(0, len(x), tokens)):
             here, own = x[at], targets[at] - low
-            e = F.linear(here, head).to(wide)
+            e = linear(here, head).to(wide)
             top = e.amax(-1) if len(head) else e.new_full((len(e),), -torch.inf)
             e.sub_(largest(top)[:, None])
             mine = ((own >= 0) & (own < len(head)))[:, None]
@@ -254,8 +147,8 @@ class _CrossEntropy(torch.autograd.Function):
                 if len(head):
                     e.scatter_(-1, own, e.gather(-1, own) - mine.to(wide) * counted[:, None])
                 d = e.to(x.dtype)
-                dx[at] = d @ head
-                dhead.add_(d.T @ here)
+                dx[at] = linear(d, head.T)
+                dhead.add_(weight_gradient(d, here))
         if wanted:
             ctx.save_for_backward(dx, dhead)
         return loss

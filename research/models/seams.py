@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from research.models import kernels
-from research.models.kernels import Products, causal_attention, collect, embed, flash_attention, spread
+from research.models.kernels import causal_attention, collect, embed, flash_attention, spread
 from research.models.pointwise import rms_norm
+from research.models.products import Products
 from research.models.recompute import Keep, decide
 
 # rows (N, D) sorted by expert, counts (E,), routing weights (N,) -> weighted outputs (N, D)

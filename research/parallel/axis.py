@@ -9,7 +9,7 @@ from research.built import Built
 from research.config import Problem, RunConfig, degrees
 from research.mesh import Mesh
 from research.models.batch import Batch
-from research.models.kernels import Products
+from research.models.products import Products
 from research.models.seams import Seam
 from research.parallel.cp import ContextParallel
 from research.parallel.dp import DataParallel

@@ -17,7 +17,7 @@ from research.built import Built
 from research.ledger import EVAL
 from research.models.batch import Batch
 from research.models.decoder import Output
-from research.models.kernels import Kept
+from research.models.products import Kept
 from research.train.action import Action, Program, made
 from research.train.handover import Handover
 from research.train.storage import Storage

@@ -261,9 +261,7 @@ class Storage:
     def step(self, lr: float, norm: Tensor, good: Tensor) -> None:
         """Clip, step where `good` (decided on the device, so that the host need not wait), and clear gradients."""
         if self.config.clip > 0:
-            scale = (self.config.clip / norm).clamp(max=1.0)
-            for bucket in self.buckets:
-                bucket.flat.mul_(scale)
+            self._clip((norm / self.config.clip).clamp(min=1.0))
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         # The fused kernel skips on the device where this is not 0: what torch's GradScaler relies on.
@@ -279,6 +277,14 @@ class Storage:
         self.publish()
         for bucket in self.buckets:
             bucket.clear()
+
+    def _clip(self, divisor: Tensor) -> None:
+        """The fused kernel divides as it reads, by a float32 scalar: also of GradScaler's."""
+        if self.dtype == torch.float32:
+            self.optimizer.grad_scale = divisor  # type: ignore[attr-defined]
+        else:
+            for bucket in self.buckets:
+                bucket.flat.div_(divisor)
 
     def publish(self) -> None:
         """Masters have changed: what forward uses follows them."""

@@ -25,12 +25,12 @@ MAY_IMPORT = {
     "research.record": "config settings files",
     "research.models": "config models",
     "research.data": "config files data models.batch",
-    "research.parallel": "config mesh comm models.batch models.seams models.kernels models.partial_attention "
-    "models.recompute train.action",  # and its own folder
-    "research.parallel.axis": "built config mesh models.batch models.kernels models.seams parallel train.action "
+    "research.parallel": "config mesh comm models.batch models.seams models.kernels models.products "
+    "models.partial_attention models.recompute train.action",  # and its own folder
+    "research.parallel.axis": "built config mesh models.batch models.products models.seams parallel train.action "
     "train.storage",
     # The one axis that keeps training state: its shards are a kind of storage.
-    "research.parallel.dp": "built config ledger mesh comm models.batch models.kernels models.recipes models.seams "
+    "research.parallel.dp": "built config ledger mesh comm models.batch models.products models.recipes models.seams "
     "parallel.dp train.storage",
     # It weighs the parts of a model.
     "research.parallel.pp.cut": "config models.decoder models.flops",

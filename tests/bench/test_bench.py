@@ -25,6 +25,7 @@ from research.bench.side_by_side import Case, NotEqualError, Side, compare, cpu_
 from research.bench.torch_tensor import TorchTraining
 from research.config import LaunchConfig, replace
 from research.launch.local import RankError
+from research.models import products
 from research.train.storage import Storage
 
 ONE = torch.ones(3)
@@ -104,6 +105,15 @@ def case_of_rank(place, device):
     return case(busy(0.02 * (place.rank + 1)), ours=busy(0.03))
 
 
+def test_a_side_by_torch_takes_torch_s_products():
+    asked = []
+    ours = Side("ours", lambda: asked.append(products._by_onednn(x, x)) or {})
+    x, has_onednn = torch.zeros(1024, 1024), torch.backends.mkldnn.is_available()
+    plain = side_by_side.by_torch(ours)
+    ours.run(), plain.run(), ours.run()
+    assert asked == [has_onednn, False, has_onednn] and plain.name == "ours, torch's products"
+
+
 def test_cpu_time_of_ranks_adds_up():
     """Two ranks: 30 + 30 ms over 20 + 40 ms."""
     (result,) = compare(side_by_side.RankedCase("ranks", 2, LaunchConfig(), case_of_rank), 5)
@@ -117,7 +127,7 @@ def test_tensor_parallel_steps_are_equal(monkeypatch, sequence):
     monkeypatch.setattr(workload, "LENGTH", 16)
     monkeypatch.setattr(workload, "MODEL", {**workload.MODEL, "dim": 64, "layers": 2, "head_dim": 8, "vocab": 256})
     ranked = list(tensor.cases())[sequence]
-    assert [r.error < workload.TOLERANCE for r in compare(ranked, 2)] == [True]
+    assert [r.error < workload.TOLERANCE for r in compare(ranked, 2)] == [True, True]
     monkeypatch.setitem(workload.TRAIN, "lr", 1.1e-3)
     planted = list(tensor.cases())[sequence]
     monkeypatch.setattr(tensor, "TorchTraining", lambda config, *rest: TorchTraining(ranked.make.args[0], *rest))
@@ -131,7 +141,7 @@ def test_data_parallel_steps_are_equal(monkeypatch, zero, peer):
     monkeypatch.setattr(workload, "LENGTH", 16)
     monkeypatch.setattr(workload, "MODEL", {**workload.MODEL, "dim": 64, "layers": 2, "head_dim": 8, "vocab": 256})
     two, four = data.cases(zero, peer)
-    assert [r.error < workload.TOLERANCE for r in compare(two, 2)] == [True] and four.ranks == 4
+    assert [r.error < workload.TOLERANCE for r in compare(two, 2)] == [True, True] and four.ranks == 4
     real = data.TorchTraining
     faster = replace(two.make.args[0], {"train.lr": 1.1e-3})
     monkeypatch.setattr(data, "TorchTraining", lambda config, *rest: real(faster, *rest))
@@ -144,7 +154,7 @@ def test_context_parallel_steps_are_equal(monkeypatch):
     monkeypatch.setattr(workload, "LENGTH", 16)
     monkeypatch.setattr(workload, "MODEL", {**workload.MODEL, "dim": 64, "layers": 2, "head_dim": 8, "vocab": 256})
     (ranked,) = context.cases()
-    assert [r.error < workload.TOLERANCE for r in compare(ranked, 2)] == [True, True]
+    assert [r.error < workload.TOLERANCE for r in compare(ranked, 2)] == [True] * 3
     monkeypatch.setattr(torch_context, "ring", lambda q, k, v, real=torch_context.ring: real(q, k.roll(1, 2), v))
     with pytest.raises(RankError, match="losses of quintet and torch's ring attention, DDP differ by"):
         compare(ranked, 2)
@@ -156,7 +166,7 @@ def test_pipelined_steps_are_equal(monkeypatch):
     monkeypatch.setattr(workload, "LENGTH", 16)
     monkeypatch.setattr(workload, "MODEL", {**workload.MODEL, "dim": 64, "layers": 2, "head_dim": 8, "vocab": 256})
     plain, cut, *split = stages.cases()
-    assert [r.error < workload.TOLERANCE for one in (plain, cut, *split) for r in compare(one, 2)] == [True] * 4
+    assert [r.error < workload.TOLERANCE for one in (plain, cut, *split) for r in compare(one, 2)] == [True] * 6
     real, faster = stages.TorchPipeline, replace(plain.make.args[0], {"train.lr": 1.1e-3})
     monkeypatch.setattr(stages, "TorchPipeline", lambda config, *rest: real(faster, *rest))
     with pytest.raises(RankError, match="losses of quintet and torch pipelining differ by"):
@@ -174,7 +184,7 @@ def test_expert_parallel_steps_are_equal(monkeypatch):
     monkeypatch.setattr(expert, "EXPERTS", ((4, 32, 2), (8, 16, 4)))
     few, many = expert.cases()
     for ranked in (few, many):
-        assert [r.error < workload.TOLERANCE for r in compare(ranked, 2)] == [True]
+        assert [r.error < workload.TOLERANCE for r in compare(ranked, 2)] == [True, True]
     monkeypatch.setattr(torch_expert.TorchExpertTraining, "share", lambda self: None)
     with pytest.raises(RankError, match="norm of quintet and torch all_to_all_single, loop differ by"):
         compare(few, 2)

@@ -1,11 +1,16 @@
-"""Which device and how many threads a rank takes."""
+"""Which device, how many threads and what memory a rank takes."""
 
 import os
+import platform
+import resource
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from research.config import ConfigError, LaunchConfig
+from research.launch import process
 from research.launch.process import Place, choose_device, threads
 
 
@@ -55,3 +60,37 @@ def test_ranks_of_a_node_share_its_cores(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     assert threads(Place(0, 8, 0, local_world), LaunchConfig(threads=given)) == taken
+
+
+FAULTS = """
+import resource, torch
+from research.launch.process import keep_freed_memory
+
+def use():
+    blocks = [torch.zeros(2**22) for _ in range(8)]
+    del blocks
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+assert keep_freed_memory()
+counted = [use() for _ in range(30)]
+print(counted[-1] - counted[9])
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a C library that cannot be told")
+def test_freed_memory_stays() -> None:
+    """Pages that the system hands out anew while the same 128 MiB are asked for and freed 20 times. Without the call all
+    of them, unless something small lies behind."""
+    told = subprocess.run([sys.executable, "-c", FAULTS], check=True, capture_output=True, timeout=60).stdout
+    assert int(told) < 128 * 2**20 // resource.getpagesize()
+
+
+@pytest.mark.parametrize(("device", "times"), [("cpu", 1), ("cuda", 0)])
+def test_freed_memory_stays_with_ranks_on_a_cpu(
+    taken: list[torch.device], monkeypatch: pytest.MonkeyPatch, device: str, times: int
+) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(process, "keep_freed_memory", lambda: asked.append(True))
+    with process.process_group(Place(0, 1, 0, 1), LaunchConfig(device=device, threads=1), ""):
+        pass
+    assert len(asked) == times

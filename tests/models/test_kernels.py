@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from research.models import seams
-from research.models.kernels import Products, collect, spread
+from research.models.kernels import collect, spread
 from research.models.pointwise import swiglu, weighted_swiglu
+from research.models.products import Products
 
 
 def loop(rows, w, counts):

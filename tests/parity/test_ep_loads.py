@@ -9,8 +9,8 @@ from research.config import LaunchConfig
 from research.launch.local import start
 from research.mesh import Mesh
 from research.models import seams
-from research.models.kernels import Products
 from research.models.pointwise import weighted_swiglu
+from research.models.products import Products
 from research.parallel.ep import dispatch
 
 E, K, D, F = 4, 2, 6, 8

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from research import build, comm
-from research.models import kernels, seams
+from research.models import products, seams
 from research.train import loop
 from research.train.executor import Denominators
 from research.train.storage import Storage
@@ -85,7 +85,7 @@ def test_gradients_put_off_to_w(prove, monkeypatch, mib):
             self.accumulate(*PutOff.waiting.pop())
         real(self, stage, last)
 
-    monkeypatch.setattr(kernels.Products, "linear", lambda self, x, weight: PutOff.apply(x, weight))
+    monkeypatch.setattr(products.Products, "linear", lambda self, x, weight: PutOff.apply(x, weight))
     monkeypatch.setattr(Storage, "end_backward", w)
     assert_equal(prove("dp.degree=2", f"train.bucket_mib={mib}"))
 

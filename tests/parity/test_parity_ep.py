@@ -5,7 +5,7 @@ import torch
 
 from research import comm
 from research.models import moe
-from research.models.kernels import Products
+from research.models.products import Products
 from research.parallel.ep import dispatch
 from tests.parity.findings import assert_equal, fails
 

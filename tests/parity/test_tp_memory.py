@@ -19,7 +19,7 @@ from research.config import LaunchConfig, replace
 from research.data.tokens import open_tokens
 from research.launch.local import start
 from research.mesh import Mesh, total_ranks
-from research.models.kernels import Products
+from research.models.products import Products
 from research.models.rope import places
 from research.models.seams import one_device
 from research.parallel.axis import cut_batch

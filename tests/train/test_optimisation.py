@@ -105,6 +105,29 @@ def test_each_step_is_adamw_on_the_clipped_gradient(config):
             torch.testing.assert_close(got, weights[name], rtol=1e-10, atol=1e-13)
 
 
+@pytest.mark.parametrize("narrow", ["dtype", "grad_dtype"])
+@pytest.mark.parametrize("clip", [0.05, 1e6])
+def test_float32_masters_are_clipped_as_well(config, narrow, clip):
+    """By the kernel itself. AdamW hardly sees the scale of a gradient, its moments do."""
+    words = {
+        "dtype": {"train.dtype": "float32"},
+        "grad_dtype": {"train.dtype": "bfloat16", "dp.grad_dtype": "bfloat16"},
+    }
+    config = replace(config, {**words[narrow], "train.clip": clip})
+    trainer = Trainer(config, Mesh({}), torch.device("cpu"))
+    t, first = config.train, {}
+    for index in range(2):
+        sums = trainer.backward(batches_of(config)(index))
+        gradients = {n: g.double() for n, _, g in trainer.storage.gradients()}
+        norm = math.sqrt(sum(float((g**2).sum()) for g in gradients.values()))
+        (_, _, reported), _ = trainer.update(index, sums)
+        assert reported == pytest.approx(norm, rel=1e-5)
+        for name, grad in gradients.items():
+            first[name] = t.beta1 * first.get(name, 0) + (1 - t.beta1) * grad * min(1, clip / norm)
+            error = (trainer.storage.moments(name)["exp_avg"].double() - first[name]).norm()
+            assert error <= 1e-5 * first[name].norm()
+
+
 @pytest.mark.parametrize("mode", ["stop", "skip"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_non_finite_step_is_seen_by_all_ranks(config, mode, ranks):

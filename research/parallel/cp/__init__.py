@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from research.config import Problem, RunConfig, degrees, divisors
 from research.mesh import Group, Mesh
 from research.models.batch import Batch
-from research.models.kernels import Products
+from research.models.products import Products
 from research.models.seams import Seam
 from research.parallel.cp.attention import blockwise_attention
 from research.parallel.cp.plan import Plan, held, make_plan, positions

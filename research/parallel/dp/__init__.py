@@ -8,7 +8,7 @@ from research.built import Built
 from research.config import Problem, RunConfig, degrees, divisors
 from research.mesh import Mesh
 from research.models.batch import Batch
-from research.models.kernels import Products
+from research.models.products import Products
 from research.models.seams import Seam
 from research.parallel.dp.zero import Zero
 from research.train.storage import Storage

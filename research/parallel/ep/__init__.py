@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from research.config import Problem, RunConfig, degrees, divisors, microbatch_tokens
 from research.mesh import Mesh
 from research.models.batch import Batch
-from research.models.kernels import Products
+from research.models.products import Products
 from research.models.seams import Seam
 from research.parallel.ep.dispatch import DISPATCH, experts
 

@@ -7,7 +7,7 @@ from functools import cache
 from research.config import PpConfig, Problem, RunConfig
 from research.mesh import Mesh
 from research.models.batch import Batch
-from research.models.kernels import Products
+from research.models.products import Products
 from research.models.seams import Seam
 from research.parallel.pp.check import check
 from research.parallel.pp.cut import FORM, LEGAL, cut_of, with_copies

@@ -15,7 +15,7 @@ from research.config import ModelConfig, Problem, RunConfig, degrees, divisors
 from research.mesh import Group, Mesh
 from research.models import kernels
 from research.models.batch import Batch
-from research.models.kernels import Products
+from research.models.products import Products
 from research.models.seams import Seam
 from research.parallel.tp.products import column, row
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from research import comm
 from research.mesh import Group
-from research.models.kernels import Products
+from research.models.products import Products, add_linear, linear, weight_gradient
 from research.models.seams import Seam
 
 
@@ -50,7 +50,7 @@ class _Column(torch.autograd.Function):
 
         def gradients() -> Sequence[Tensor]:
             gathered = x if keep else comm.joined((again or comm.start_all_gather(x, group, "column")).wait(), 1)
-            return [dy.flatten(0, 1).T @ gathered.flatten(0, 1) for dy in dys]
+            return [weight_gradient(dy, gathered) for dy in dys]
 
         dw = products.gradients(parameters, gradients)
         return _arrived(sums), None, None, None, None, *dw
@@ -84,7 +84,7 @@ class _RowScattered(torch.autograd.Function):
         group, products, pieces, weight = ctx.about
         x, w = ctx.saved_tensors
         gathered, (dx,) = _gathered_product(dy, group, "row", pieces, [w.T])
-        (dw,) = products.gradients([weight], lambda: [gathered.flatten(0, 1).T @ x.flatten(0, 1)])
+        (dw,) = products.gradients([weight], lambda: [weight_gradient(gathered, x)])
         return dx, dw, None, None, None
 
 
@@ -98,7 +98,7 @@ class _RowRepeated(torch.autograd.Function):
     def forward(ctx, x: Tensor, w: Tensor, group: Group, products: Products, pieces: int) -> Tensor:  # type: ignore[no-untyped-def]
         ctx.about = group, products, pieces, w
         ctx.save_for_backward(x, w)
-        parts = (part @ w.T for part in x.tensor_split(pieces, 1))
+        parts = (linear(part, w) for part in x.tensor_split(pieces, 1))
         return _arrived([comm.start_all_reduce(part, group, "row") for part in parts])
 
     @staticmethod
@@ -107,8 +107,8 @@ class _RowRepeated(torch.autograd.Function):
         x, w = ctx.saved_tensors
         parts = [part.clone(memory_format=torch.contiguous_format) for part in dy.tensor_split(pieces, 1)]
         sums = [comm.start_all_reduce(part, group, "row") for part in parts]
-        dx = _side_by_side([s.wait() @ w for s in sums])
-        (dw,) = products.gradients([weight], lambda: [_side_by_side(parts).flatten(0, 1).T @ x.flatten(0, 1)])
+        dx = _side_by_side([linear(s.wait(), w.T) for s in sums])
+        (dw,) = products.gradients([weight], lambda: [weight_gradient(_side_by_side(parts), x)])
         return dx, dw, None, None, None
 
 
@@ -119,11 +119,11 @@ def _gathered_product(
     coming = [comm.start_all_gather(piece, group, purpose) for piece in x.tensor_split(pieces, 1)]
     if pieces == 1:
         gathered = comm.joined(coming[0].wait(), 1)
-        return gathered, [gathered @ w.T for w in weights]
+        return gathered, [linear(gathered, w) for w in weights]
     parts, products = [], []
     for piece in coming:
         parts.append(comm.joined(piece.wait(), 1))
-        products.append([parts[-1] @ w.T for w in weights])
+        products.append([linear(parts[-1], w) for w in weights])
     return _whole(parts, group.size), [_whole(p, group.size) for p in zip(*products, strict=True)]
 
 
@@ -138,9 +138,9 @@ def _started_sums(
 
 
 def _sum_of_products(xs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    y = xs[0] @ weights[0]
+    y = linear(xs[0], weights[0].T)
     for x, w in zip(xs[1:], weights[1:], strict=True):
-        y.flatten(0, -2).addmm_(x.flatten(0, -2), w)
+        add_linear(y, x, w.T)
     return y
 
 

@@ -1,0 +1,148 @@
+"""Products with weights, and their gradients, now or later."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+SMALL = 2**20  # multiplications: below, a call costs more than what it saves
+
+
+def linear(x: Tensor, w: Tensor) -> Tensor:
+    """x (.., I), w (O, I), both maybe views -> (.., O); autograd does not see it.
+
+    In float32 on a CPU by oneDNN, which torch itself takes for narrower types alone: its MKL uses AVX-512 on Intel's
+    CPUs only, and is half as fast on others. `torch.backends.mkldnn.enabled` switches it off. A kernel is compiled for
+    each shape, which takes half a millisecond: not for products whose shape changes at every step, as an expert's.
+    """
+    if _by_onednn(x, w):
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "")
+        return y
+    return F.linear(x, w)
+
+
+def add_linear(y: Tensor, x: Tensor, w: Tensor) -> None:
+    """y (.., O), contiguous, += linear(x, w), in place"""
+    if _by_onednn(x, w):
+        y.add_(linear(x, w))
+    else:
+        y.flatten(0, -2).addmm_(x.flatten(0, -2), w.T)
+
+
+def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    """dy (.., O), x (.., I) -> (O, I), of y = x w^T"""
+    return linear(dy.flatten(0, -2).T, x.flatten(0, -2).T)
+
+
+def _by_onednn(x: Tensor, w: Tensor) -> bool:
+    here = x.device.type == "cpu" and torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
+    return here and x.dtype == w.dtype == torch.float32 and x.numel() * len(w) >= SMALL
+
+
+class Kept(NamedTuple):
+    """A weight gradient that was put off: what computes it, and for which weights."""
+
+    weights: Sequence[Tensor]
+    gradients: Callable[[], Sequence[Tensor]]  # holds inputs and output gradients until it has run
+
+
+class Products:
+    """The matrix products with a weight. One object for a model, so that what they do can be changed in one place.
+
+    While `kept` is a list, backward puts the gradients of weights off into it: the pass for the gradient of the input
+    alone. It is no global, as backward runs on other threads on CUDA.
+    """
+
+    def __init__(self) -> None:
+        self.kept: list[Kept] | None = None
+
+    @property
+    def puts_off(self) -> bool:
+        return self.kept is not None
+
+    def linear(self, x: Tensor, w: Tensor) -> Tensor:
+        """x (.., I), w (O, I) -> (.., O)"""
+        y: Tensor = _Linear.apply(x, w, self)
+        return y
+
+    def grouped(self, rows: Tensor, w: Tensor, counts: Tensor) -> Tensor:
+        """rows (N, I) sorted by expert, w (E, O, I), counts (E,) with sum N -> (N, O): each expert's product with its
+        own rows. One kernel, in bfloat16 on recent GPUs (SM 9 and 10) without a host sync. What it refuses, float64
+        and widths that are no multiple of 16 bytes, loops over the experts."""
+        loops = rows.dtype == torch.float64 or any(n * w.element_size() % 16 for n in w.shape[1:])
+        where = counts.tolist() if loops else counts.cumsum(0, dtype=torch.int32)
+        y: Tensor = _Grouped.apply(rows, w, where, self)
+        return y
+
+    def gradients(self, weights: Sequence[Tensor], compute: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor | None]:
+        """For the backward of a product: the gradients of its weights, or none where they are put off."""
+        if self.kept is None:
+            return compute()
+        self.kept.append(Kept(weights, compute))
+        return [None] * len(weights)
+
+
+class _Linear(torch.autograd.Function):
+    """
+    forward   (.., I), (O, I) -> (.., O)   y = x w^T
+    backward  (.., O) -> (.., I), (O, I)   dx = dy w;  dw = dy^T x, now or later
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, w: Tensor, products: Products) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x, w)
+        ctx.about = w, products
+        return linear(x, w)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
+        x, w = ctx.saved_tensors
+        weight, products = ctx.about  # the parameter itself, which recompute saves no more than an alias of
+        dx = linear(dy, w.T) if ctx.needs_input_grad[0] else None
+        (dw,) = products.gradients([weight], lambda: [weight_gradient(dy, x)])
+        return dx, dw, None
+
+
+Where = list[int] | Tensor  # rows of each expert; or where they end (E,), on the device
+
+
+class _Grouped(torch.autograd.Function):
+    """For each expert e, which has n of the N rows:
+
+    forward   (n, I), (O, I) -> (n, O)   y_e = x_e w_e^T
+    backward  (n, O) -> (n, I), (O, I)   dx_e = dy_e w_e;  dw_e = dy_e^T x_e, now or later
+    """
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, w: Tensor, where: Where, products: Products) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(rows, w, where if isinstance(where, Tensor) else None)
+        ctx.about = w, where if isinstance(where, list) else None, products
+        return _by_expert(rows, w.transpose(-2, -1), where)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
+        rows, w, ends = ctx.saved_tensors
+        weight, sizes, products = ctx.about
+        where = sizes if ends is None else ends
+        dx = _by_expert(dy, w, where) if ctx.needs_input_grad[0] else None
+        (dw,) = products.gradients([weight], lambda: [_of_experts(dy, rows, where)])
+        return dx, dw, None, None
+
+
+def _by_expert(rows: Tensor, w: Tensor, where: Where) -> Tensor:
+    """rows (N, I), w (E, I, O) -> (N, O)"""
+    if isinstance(where, Tensor):
+        return F.grouped_mm(rows, w, offs=where)
+    return torch.cat([r @ e for r, e in zip(rows.split(where), w, strict=True)])
+
+
+def _of_experts(dy: Tensor, rows: Tensor, where: Where) -> Tensor:
+    """dy (N, O), rows (N, I) -> (E, O, I)"""
+    if isinstance(where, Tensor):
+        dw = F.grouped_mm(dy.T, rows, offs=where)
+        if dw.is_cuda:  # some kernels leave what they find there to an expert without rows (pytorch issue 172439)
+            dw.masked_fill_((where.diff(prepend=where.new_zeros(1)) == 0)[:, None, None], 0)
+        return dw
+    return torch.stack([d.T @ r for d, r in zip(dy.split(where), rows.split(where), strict=True)])
