@@ -11,9 +11,9 @@ from functools import partial
 import torch
 
 from research import comm
-from research.bench.side_by_side import Case, RankedCase, Side, Values, by_torch
+from research.bench.side_by_side import Case, RankedCase, Side, Values
 from research.bench.torch_context import TorchRingTraining
-from research.bench.workload import STEPS, TOLERANCE, batch_of, config_of, losses_of, side, sizes
+from research.bench.workload import STEPS, TOLERANCE, batch_of, config_of, losses_of, our_sides, sizes
 from research.config import RunConfig, replace
 from research.launch.process import Place
 from research.mesh import Mesh
@@ -34,7 +34,7 @@ def case(config: RunConfig, name: str, place: Place, device: torch.device) -> Ca
     batch = batch_of(config)
     mesh = Mesh.from_config(config, place.world, place.rank)
     world, mine = mesh.group("world"), cut_batch(batch, config, mesh)
-    ours, plain = (side(config, "quintet", place, device) for _ in range(2))
+    ours, plain = our_sides(config, place, device)
     whole = Trainer(replace(config, {"cp.degree": 1}), Mesh({}), device)
     other = TorchRingTraining(config, {n: weight for n, _, weight in whole.storage.weights()}, device)
 
@@ -48,4 +48,4 @@ def case(config: RunConfig, name: str, place: Place, device: torch.device) -> Ca
         "torch's ring attention, DDP": lambda: {"losses": torch.stack([other.step(mine) for _ in range(STEPS)])},
         "one process": run_one,
     }
-    return Case(name, 1, TOLERANCE, ours, [*(Side(n, run) for n, run in sides.items()), by_torch(plain)])
+    return Case(name, 1, TOLERANCE, ours, [*(Side(n, run) for n, run in sides.items()), plain])

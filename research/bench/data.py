@@ -9,9 +9,9 @@ from functools import partial
 
 import torch
 
-from research.bench.side_by_side import Case, RankedCase, Side, Values, by_torch
+from research.bench.side_by_side import Case, RankedCase, Side, Values
 from research.bench.torch_data import TorchTraining
-from research.bench.workload import STEPS, TOLERANCE, batch_of, clipped, config_of, sizes, values_of
+from research.bench.workload import STEPS, TOLERANCE, batch_of, config_of, our_sides, sizes, values_of
 from research.config import RunConfig
 from research.launch.process import Place
 from research.mesh import Mesh
@@ -27,11 +27,11 @@ def cases(zero: int, peer: str) -> Iterator[RankedCase]:
 def case(config: RunConfig, name: str, peer: str, place: Place, device: torch.device) -> Case:
     """This rank's part of both."""
     batch = batch_of(config)
-    ours, plain = (clipped(config, "quintet", place, device) for _ in range(2))
+    ours, plain = our_sides(config, place, device)
     world = Mesh.from_config(config, place.world, place.rank).group("world")
     other = TorchTraining(config, peer, world, device)
 
     def run_theirs() -> Values:
         return values_of([other.step(batch) for _ in range(STEPS)])
 
-    return Case(name, 1, TOLERANCE, ours, [Side(f"torch {peer}", run_theirs), by_torch(plain)])
+    return Case(name, 1, TOLERANCE, ours, [Side(f"torch {peer}", run_theirs), plain])

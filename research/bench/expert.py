@@ -9,9 +9,9 @@ from functools import partial
 
 import torch
 
-from research.bench.side_by_side import Case, RankedCase, Side, Values, by_torch
+from research.bench.side_by_side import Case, RankedCase, Side, Values
 from research.bench.torch_expert import TorchExpertTraining
-from research.bench.workload import STEPS, TOLERANCE, batch_of, clipped, config_of, sizes, values_of
+from research.bench.workload import STEPS, TOLERANCE, batch_of, config_of, our_sides, sizes, values_of
 from research.build import build
 from research.config import RunConfig, replace
 from research.launch.process import Place
@@ -36,11 +36,11 @@ def case(config: RunConfig, name: str, place: Place, device: torch.device) -> Ca
     batch = batch_of(config)
     mesh = Mesh.from_config(config, place.world, place.rank)
     mine = cut_batch(batch, config, mesh)
-    ours, plain = (clipped(config, "quintet", place, device) for _ in range(2))
+    ours, plain = our_sides(config, place, device)
     whole = build(config, Mesh({}), device).model
     other = TorchExpertTraining(config, dict(whole.named_parameters()), device)
 
     def run_theirs() -> Values:
         return values_of([other.step(mine) for _ in range(STEPS)])
 
-    return Case(name, 1, TOLERANCE, ours, [Side("torch all_to_all_single, loop", run_theirs), by_torch(plain)])
+    return Case(name, 1, TOLERANCE, ours, [Side("torch all_to_all_single, loop", run_theirs), plain])

@@ -11,9 +11,9 @@ from functools import partial
 import torch
 
 from research import comm
-from research.bench.side_by_side import Case, RankedCase, Side, Values, by_torch
+from research.bench.side_by_side import Case, RankedCase, Side, Values
 from research.bench.torch_pipeline import TorchPipeline
-from research.bench.workload import STEPS, TOLERANCE, batch_of, config_of, side, sizes
+from research.bench.workload import STEPS, TOLERANCE, batch_of, config_of, our_sides, side, sizes
 from research.build import build
 from research.config import RunConfig, replace
 from research.launch.process import Place
@@ -43,7 +43,7 @@ def named(config: RunConfig) -> str:
 def beside_torch(config: RunConfig, name: str, place: Place, device: torch.device) -> Case:
     """This rank's part of both."""
     batch = batch_of(config)
-    ours, plain = (side(config, "quintet", place, device) for _ in range(2))
+    ours, plain = our_sides(config, place, device)
     weights = dict(build(replace(config, {"pp.degree": 1, "tp.degree": 1}), Mesh({}), device).model.named_parameters())
     other = TorchPipeline(config, weights, device)
     world = Mesh.from_config(config, place.world, place.rank).group("world")
@@ -52,7 +52,7 @@ def beside_torch(config: RunConfig, name: str, place: Place, device: torch.devic
         losses = torch.stack([other.step(batch) for _ in range(STEPS)])
         return {"losses": comm.all_reduce_(losses, world, "loss") / config.tp.degree}
 
-    return Case(name, 1, TOLERANCE, ours, [Side("torch pipelining", run_theirs), by_torch(plain)])
+    return Case(name, 1, TOLERANCE, ours, [Side("torch pipelining", run_theirs), plain])
 
 
 def beside_ours(config: RunConfig, name: str, other: RunConfig, place: Place, device: torch.device) -> Case:

@@ -9,9 +9,9 @@ from functools import partial
 
 import torch
 
-from research.bench.side_by_side import Case, RankedCase, Side, Values, by_torch
+from research.bench.side_by_side import Case, RankedCase, Side, Values
 from research.bench.torch_tensor import TorchTraining
-from research.bench.workload import STEPS, TOLERANCE, batch_of, config_of, side, sizes
+from research.bench.workload import STEPS, TOLERANCE, batch_of, config_of, our_sides, sizes
 from research.config import RunConfig, replace
 from research.launch.process import Place
 from research.mesh import Mesh
@@ -31,11 +31,11 @@ def cases() -> Iterator[RankedCase]:
 def case(config: RunConfig, name: str, place: Place, device: torch.device) -> Case:
     """This rank's part of both."""
     batch = batch_of(config)
-    ours, plain = (side(config, "quintet", place, device) for _ in range(2))
+    ours, plain = our_sides(config, place, device)
     whole = Trainer(replace(config, {"tp.degree": 1}), Mesh({}), device)
     other = TorchTraining(config, {n: weight for n, _, weight in whole.storage.weights()}, device)
 
     def run_theirs() -> Values:
         return {"losses": torch.stack([other.step(batch) for _ in range(STEPS)])}
 
-    return Case(name, 1, TOLERANCE, ours, [Side("torch parallelize_module", run_theirs), by_torch(plain)])
+    return Case(name, 1, TOLERANCE, ours, [Side("torch parallelize_module", run_theirs), plain])

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from research.bench.side_by_side import Side, Values
+from research.bench.side_by_side import Side, Values, by_torch
 from research.config import RunConfig
 from research.launch.process import Place
 from research.mesh import Mesh
@@ -40,15 +40,16 @@ def batch_of(config: RunConfig) -> Batch:
 
 
 def side(config: RunConfig, name: str, place: Place, device: torch.device) -> Side:
-    """Our steps on this rank, in a training of its own: their losses."""
+    """Our steps on this rank, in a training of its own: their losses, and the norm that clips."""
     batch, trainer = batch_of(config), Trainer(config, Mesh.from_config(config, place.world, place.rank), device)
+    if config.train.clip:
+        return Side(name, lambda: values_of(steps_of(trainer, batch)))
     return Side(name, lambda: {"losses": losses_of(trainer, batch)})
 
 
-def clipped(config: RunConfig, name: str, place: Place, device: torch.device) -> Side:
-    """The same with the norm that clips."""
-    batch, trainer = batch_of(config), Trainer(config, Mesh.from_config(config, place.world, place.rank), device)
-    return Side(name, lambda: values_of(steps_of(trainer, batch)))
+def our_sides(config: RunConfig, place: Place, device: torch.device) -> tuple[Side, Side]:
+    """Ours, and the same with torch's products."""
+    return side(config, "quintet", place, device), by_torch(side(config, "quintet", place, device))
 
 
 def losses_of(trainer: Trainer, batch: Batch) -> Tensor:

@@ -4,14 +4,16 @@ L layers, H heads, h head dim, v of values, S tokens of a sample
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fractions import Fraction
+from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from research.config import ModelConfig
 from research.models.params import Spec
+from research.models.products import ONEDNN
 
 
 def flops_per_token(c: ModelConfig, declared: Mapping[str, Spec], sequence: int, causal: bool) -> int:
@@ -45,15 +47,14 @@ def flops_by_part(c: ModelConfig, declared: Mapping[str, Spec], sequence: int, c
 def counter() -> FlopCounterMode:
     """torch's counter, taught the operators it does not see; attention counts the whole square, as it does on CUDA."""
     ops = torch.ops.aten
-    return FlopCounterMode(
-        display=False,
-        custom_mapping={
-            ops._grouped_mm: _grouped,
-            torch.ops.mkldnn._linear_pointwise: _linear,
-            ops._scaled_dot_product_flash_attention_for_cpu: _attention,
-            ops._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-        },
-    )
+    formulas: dict[Any, Callable[..., int]] = {
+        ops._grouped_mm: _grouped,
+        ops._scaled_dot_product_flash_attention_for_cpu: _attention,
+        ops._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    }
+    if ONEDNN is not None:
+        formulas[ONEDNN] = _linear
+    return FlopCounterMode(display=False, custom_mapping=formulas)
 
 
 def _grouped(a, b, *args, out_shape=None, **kwargs) -> int:  # type: ignore[no-untyped-def]

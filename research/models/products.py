@@ -7,18 +7,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+ONEDNN = torch.ops.mkldnn._linear_pointwise if torch.backends.mkldnn.is_available() else None
 SMALL = 2**20  # multiplications: below, a call costs more than what it saves
 
 
 def linear(x: Tensor, w: Tensor) -> Tensor:
-    """x (.., I), w (O, I), both maybe views -> (.., O); autograd does not see it.
+    """x (.., I), w (O, I), both maybe views -> (.., O), where autograd does not look: in its functions.
 
     In float32 on a CPU by oneDNN, which torch itself takes for narrower types alone: its MKL uses AVX-512 on Intel's
     CPUs only, and is half as fast on others. `torch.backends.mkldnn.enabled` switches it off. A kernel is compiled for
     each shape, which takes half a millisecond: not for products whose shape changes at every step, as an expert's.
     """
+    assert not torch.is_grad_enabled() or not (x.requires_grad or w.requires_grad)
     if _by_onednn(x, w):
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "")
+        y: Tensor = ONEDNN(x, w, None, "none", [], "")  # type: ignore[misc]
         return y
     return F.linear(x, w)
 
@@ -33,11 +35,14 @@ def add_linear(y: Tensor, x: Tensor, w: Tensor) -> None:
 
 def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
     """dy (.., O), x (.., I) -> (O, I), of y = x w^T"""
-    return linear(dy.flatten(0, -2).T, x.flatten(0, -2).T)
+    dy, x = dy.flatten(0, -2).T, x.flatten(0, -2).T
+    if len(dy) > 3 * len(x) and _by_onednn(dy, x):  # it copies its first factor: logits, where that is dy of the head
+        return linear(x, dy).T
+    return linear(dy, x)
 
 
 def _by_onednn(x: Tensor, w: Tensor) -> bool:
-    here = x.device.type == "cpu" and torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
+    here = ONEDNN is not None and x.device.type == "cpu" and bool(torch.backends.mkldnn.enabled)
     return here and x.dtype == w.dtype == torch.float32 and x.numel() * len(w) >= SMALL
 
 

@@ -279,7 +279,8 @@ class Storage:
             bucket.clear()
 
     def _clip(self, divisor: Tensor) -> None:
-        """The fused kernel divides as it reads, by a float32 scalar: also of GradScaler's."""
+        """By the fused kernel, which divides as it reads. It takes a float32 scalar alone, made as it is for
+        GradScaler: float64 is divided here."""
         if self.dtype == torch.float32:
             self.optimizer.grad_scale = divisor  # type: ignore[attr-defined]
         else:
