@@ -34,7 +34,7 @@ def case(config: RunConfig, name: str, place: Place, device: torch.device) -> Ca
     batch = batch_of(config)
     mesh = Mesh.from_config(config, place.world, place.rank)
     world, mine = mesh.group("world"), cut_batch(batch, config, mesh)
-    ours, plain = our_sides(config, place, device)
+    ours, plain = our_sides(config, mesh, device)
     whole = Trainer(replace(config, {"cp.degree": 1}), Mesh({}), device)
     other = TorchRingTraining(config, {n: weight for n, _, weight in whole.storage.weights()}, device)
 

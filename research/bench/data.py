@@ -26,10 +26,9 @@ def cases(zero: int, peer: str) -> Iterator[RankedCase]:
 
 def case(config: RunConfig, name: str, peer: str, place: Place, device: torch.device) -> Case:
     """This rank's part of both."""
-    batch = batch_of(config)
-    ours, plain = our_sides(config, place, device)
-    world = Mesh.from_config(config, place.world, place.rank).group("world")
-    other = TorchTraining(config, peer, world, device)
+    batch, mesh = batch_of(config), Mesh.from_config(config, place.world, place.rank)
+    ours, plain = our_sides(config, mesh, device)
+    other = TorchTraining(config, peer, mesh.group("world"), device)
 
     def run_theirs() -> Values:
         return values_of([other.step(batch) for _ in range(STEPS)])

@@ -36,7 +36,7 @@ def case(config: RunConfig, name: str, place: Place, device: torch.device) -> Ca
     batch = batch_of(config)
     mesh = Mesh.from_config(config, place.world, place.rank)
     mine = cut_batch(batch, config, mesh)
-    ours, plain = our_sides(config, place, device)
+    ours, plain = our_sides(config, mesh, device)
     whole = build(config, Mesh({}), device).model
     other = TorchExpertTraining(config, dict(whole.named_parameters()), device)
 

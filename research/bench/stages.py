@@ -42,20 +42,20 @@ def named(config: RunConfig) -> str:
 
 def beside_torch(config: RunConfig, name: str, place: Place, device: torch.device) -> Case:
     """This rank's part of both."""
-    batch = batch_of(config)
-    ours, plain = our_sides(config, place, device)
+    batch, mesh = batch_of(config), Mesh.from_config(config, place.world, place.rank)
+    ours, plain = our_sides(config, mesh, device)
     weights = dict(build(replace(config, {"pp.degree": 1, "tp.degree": 1}), Mesh({}), device).model.named_parameters())
     other = TorchPipeline(config, weights, device)
-    world = Mesh.from_config(config, place.world, place.rank).group("world")
 
     def run_theirs() -> Values:
         losses = torch.stack([other.step(batch) for _ in range(STEPS)])
-        return {"losses": comm.all_reduce_(losses, world, "loss") / config.tp.degree}
+        return {"losses": comm.all_reduce_(losses, mesh.group("world"), "loss") / config.tp.degree}
 
     return Case(name, 1, TOLERANCE, ours, [Side("torch pipelining", run_theirs), plain])
 
 
 def beside_ours(config: RunConfig, name: str, other: RunConfig, place: Place, device: torch.device) -> Case:
     """This rank's part of both schedules."""
-    ours, theirs = (side(c, f"quintet {c.pp.schedule}", place, device) for c in (config, other))
+    mesh = Mesh.from_config(config, place.world, place.rank)
+    ours, theirs = (side(c, f"quintet {c.pp.schedule}", mesh, device) for c in (config, other))
     return Case(name, 1, TOLERANCE, ours, [theirs])

@@ -30,8 +30,8 @@ def cases() -> Iterator[RankedCase]:
 
 def case(config: RunConfig, name: str, place: Place, device: torch.device) -> Case:
     """This rank's part of both."""
-    batch = batch_of(config)
-    ours, plain = our_sides(config, place, device)
+    batch, mesh = batch_of(config), Mesh.from_config(config, place.world, place.rank)
+    ours, plain = our_sides(config, mesh, device)
     whole = Trainer(replace(config, {"tp.degree": 1}), Mesh({}), device)
     other = TorchTraining(config, {n: weight for n, _, weight in whole.storage.weights()}, device)
 

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from research.bench.side_by_side import Side, Values, by_torch
 from research.config import RunConfig
-from research.launch.process import Place
 from research.mesh import Mesh
 from research.models.batch import Batch
 from research.settings import from_mapping
@@ -39,17 +38,17 @@ def batch_of(config: RunConfig) -> Batch:
     return Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), positions, torch.zeros_like(positions))
 
 
-def side(config: RunConfig, name: str, place: Place, device: torch.device) -> Side:
+def side(config: RunConfig, name: str, mesh: Mesh, device: torch.device) -> Side:
     """Our steps on this rank, in a training of its own: their losses, and the norm that clips."""
-    batch, trainer = batch_of(config), Trainer(config, Mesh.from_config(config, place.world, place.rank), device)
+    batch, trainer = batch_of(config), Trainer(config, mesh, device)
     if config.train.clip:
         return Side(name, lambda: values_of(steps_of(trainer, batch)))
     return Side(name, lambda: {"losses": losses_of(trainer, batch)})
 
 
-def our_sides(config: RunConfig, place: Place, device: torch.device) -> tuple[Side, Side]:
+def our_sides(config: RunConfig, mesh: Mesh, device: torch.device) -> tuple[Side, Side]:
     """Ours, and the same with torch's products."""
-    return side(config, "quintet", place, device), by_torch(side(config, "quintet", place, device))
+    return side(config, "quintet", mesh, device), by_torch(side(config, "quintet", mesh, device))
 
 
 def losses_of(trainer: Trainer, batch: Batch) -> Tensor:

@@ -1,5 +1,5 @@
 """Work that reads and writes each element a few times: bound by memory, so each part keeps only what its backward
-needs and allocates little. Products and attention are in kernels.py.
+needs and allocates little. Products are in products.py, attention in kernels.py.
 
 An output that can be made again from what is kept, or from an input that can be, has `again` (recipes.py).
 

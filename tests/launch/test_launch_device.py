@@ -81,9 +81,9 @@ print(counted[-1] - counted[9])
 def test_freed_memory_stays() -> None:
     """Pages that the system hands out anew while the same 128 MiB are asked for and freed 20 times, in a process that
     gives blocks of 1 MiB back: it would learn to keep some, but which ones is chance."""
-    threshold = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**20)}
+    within = {"env": {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**20)}, "timeout": 60}
     kept, planted = (
-        int(subprocess.run([sys.executable, "-c", FAULTS, w], check=True, capture_output=True, env=threshold).stdout)
+        int(subprocess.run([sys.executable, "-c", FAULTS, w], check=True, capture_output=True, **within).stdout)
         for w in ("kept", "planted")
     )
     once = 128 * 2**20 // resource.getpagesize()
