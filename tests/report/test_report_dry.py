@@ -28,20 +28,19 @@ def measured(config, place, device):
     return peak_bytes(trainer, global_batches(config, open_tokens(config.data)).microbatches_of(0))
 
 
-@pytest.mark.parametrize("words", [["dp.degree=2", "dp.zero=1"], ["tp.degree=2"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [["dp.degree=2", "dp.zero=1"], ["tp.degree=2"], ["dp.degree=2", "dp.zero=3"]], ids=" ".join
+)
 def test_it_is_what_ranks_measure(load, words):
+    """But for what gloo's thread lets go of later than the rank: counts of tokens, and in stage 3 what is gathered."""
     config = load(*words)
-    real = start(partial(measured, config), total_ranks(config), config.launch, 60.0)
-    assert [peak(config, rank) for rank in range(2)] == real
-
-
-def test_a_backend_may_keep_a_buffer_longer(load):
-    """What is sent lives until gloo is done with it; all else is equal."""
-    config = load("dp.degree=2", "dp.zero=3")
-    (real, _) = start(partial(measured, config), total_ranks(config), config.launch, 60.0)
-    dry = peak(config)
-    kept = real.pop("communication") - dry.pop("communication")
-    assert dry == real and 0 <= kept < 0.02 * sum(real.values())
+    moe_layers = config.model.layers - config.model.dense_layers
+    late = {"activations": 8 * config.model.experts * moe_layers, "communication": 0}
+    for rank, real in enumerate(start(partial(measured, config), total_ranks(config), config.launch, 60.0)):
+        if config.dp.zero == 3:
+            late["communication"] = sum(real.values()) // 50
+        dry = peak(config, rank)
+        assert all(0 <= real[c] - dry[c] <= late.get(c, 0) for c in dry.keys() | real.keys()), (dry, real)
 
 
 def test_configs_stand_beside_each_other_in_mib(load):

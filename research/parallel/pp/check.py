@@ -31,8 +31,6 @@ def check(schedule: Schedule) -> Report:
         left = len(problems) - MANY
         more = [f"and {left} more"] if left > 0 else []
         raise ScheduleError(f"schedule {schedule.name}: " + "; ".join(problems[:MANY] + more))
-    for _ in walk(schedule):
-        pass
     return Report(tuple(int(x) for x in peaks(schedule)), crossed(schedule))
 
 
@@ -46,8 +44,8 @@ def needs(action: Action, stages: int) -> tuple[Action, ...]:
         return (Action("F", stage - 1, m),) if stage else ()
     if kind == "W":
         return (Action("B", stage, m),)
-    behind = (Action("B", stage + 1, m),) if stage + 1 < stages else ()
-    return (Action("F", stage, m), *behind)
+    forward = Action("F", stage, m)
+    return (forward, Action("B", stage + 1, m)) if stage + 1 < stages else (forward,)
 
 
 def _counted(schedule: Schedule) -> Iterator[str]:
@@ -159,18 +157,16 @@ def messages(schedule: Schedule) -> dict[tuple[int, int], list[Action]]:
 
 
 def crossed(schedule: Schedule) -> int:
-    """Messages that are used after one that was sent later on the same way."""
-    used = {
-        (rank, need): i
-        for rank in range(schedule.ranks)
-        for i, entry in enumerate(schedule.actions[rank])
-        for a in parts(entry)
-        for need in needs(a, schedule.stages)
-    }
+    """Messages that are used after one that was sent later on the same way; a walk, which may raise."""
+    used: list[dict[Action, int]] = [{} for _ in range(schedule.ranks)]
+    place = [0] * schedule.ranks
+    for rank, _, needed in walk(schedule):
+        used[rank].update(dict.fromkeys(needed, place[rank]))
+        place[rank] += 1
     late = 0
     for (_, receiver), sent in messages(schedule).items():
         soonest = len(schedule.actions[receiver])
         for message in reversed(sent):
-            late += used[receiver, message] > soonest
-            soonest = min(soonest, used[receiver, message])
+            late += used[receiver][message] > soonest
+            soonest = min(soonest, used[receiver][message])
     return late
