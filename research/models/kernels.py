@@ -166,6 +166,12 @@ def spread(x: Tensor, index: Tensor, places: Tensor, starts: Tensor | None = Non
     return y
 
 
+def spread_beside(x: Tensor, beside: Tensor, index: Tensor, places: Tensor, starts: Tensor) -> Tensor:
+    """As `spread`, with `beside` (N,) for one more column: (N, D + 1)."""
+    y: Tensor = _SpreadBeside.apply(x, beside, index, places, starts)
+    return y
+
+
 def collect(y: Tensor, index: Tensor, places: Tensor, starts: Tensor) -> Tensor:
     """The adjoint of `spread`: y (N, D) -> (T, D), the sum over the copies of each row, zeros where there are none."""
     x: Tensor = _Collect.apply(y, index, places, starts)
@@ -192,6 +198,24 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
         return _sums(dy, *ctx.where), None, None, None
+
+
+class _SpreadBeside(torch.autograd.Function):
+    """
+    forward   (T, D), (N,) -> (N, D+1)   y = x[index], beside
+    backward  (N, D+1) -> (T, D), (N,)   dx[t] = sum over the copies of row t of dy without its last column, which is db
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, beside: Tensor, index: Tensor, places: Tensor, starts: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.where = places, starts
+        y = F.pad(x, (0, 1)).index_select(0, index)
+        y[:, -1] = beside
+        return y
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
+        return _sums(dy, *ctx.where)[:, :-1], dy[:, -1], None, None, None
 
 
 class _Collect(torch.autograd.Function):

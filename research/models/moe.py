@@ -7,7 +7,6 @@ import math
 from fractions import Fraction
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from research.config import ModelConfig
@@ -54,7 +53,7 @@ class MoE(Block):
     def forward(self, x: Tensor, at: Places, keep: Keep) -> tuple[Tensor, Tensor]:
         tokens = x.flatten(0, 1)
         # Scores are compared in the router's own precision: in bfloat16 close ones tie and pick other experts.
-        logits = F.linear(cast(tokens, self.router.dtype), self.router)
+        logits = self.seams.products.linear(cast(tokens, self.router.dtype), self.router)
         scores = logits.softmax(-1) if self.c.router_score == "softmax" else logits.sigmoid()
         ids = keep(lambda: self.choose(scores.detach(), at))
         counts = keep(lambda: self.count(ids, at.whole_tokens))

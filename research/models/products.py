@@ -1,6 +1,6 @@
 """Products with weights, and their gradients, now or later."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ def linear(x: Tensor, w: Tensor) -> Tensor:
 
     In float32 on a CPU by oneDNN, which torch itself takes for narrower types alone: its MKL uses AVX-512 on Intel's
     CPUs only, and is half as fast on others. `torch.backends.mkldnn.enabled` switches it off. A kernel is compiled for
-    each shape, which takes half a millisecond: not for products whose shape changes at every step, as an expert's.
+    each shape, which takes half a millisecond: where rows change in number at every step, see `_windows`.
     """
     assert not torch.is_grad_enabled() or not (x.requires_grad or w.requires_grad)
     if _by_onednn(x, w):
@@ -75,8 +75,9 @@ class Products:
     def grouped(self, rows: Tensor, w: Tensor, counts: Tensor) -> Tensor:
         """rows (N, I) sorted by expert, w (E, O, I), counts (E,) with sum N -> (N, O): each expert's product with its
         own rows. One kernel, in bfloat16 on recent GPUs (SM 9 and 10) without a host sync. What it refuses, float64
-        and widths that are no multiple of 16 bytes, loops over the experts."""
-        loops = rows.dtype == torch.float64 or any(n * w.element_size() % 16 for n in w.shape[1:])
+        and widths that are no multiple of 16 bytes, loops over the experts; so does what oneDNN takes."""
+        refused = rows.dtype == torch.float64 or any(n * w.element_size() % 16 for n in w.shape[1:])
+        loops = refused or _large(rows, len(w), w[0])
         where = counts.tolist() if loops else counts.cumsum(0, dtype=torch.int32)
         y: Tensor = _Grouped.apply(rows, w, where, self)
         return y
@@ -140,6 +141,9 @@ def _by_expert(rows: Tensor, w: Tensor, where: Where) -> Tensor:
     """rows (N, I), w (E, I, O) -> (N, O)"""
     if isinstance(where, Tensor):
         return F.grouped_mm(rows, w, offs=where)
+    if _large(rows, len(w), w[0].T):
+        windows = zip(_windows(where), w.unbind(), strict=True)
+        return torch.cat([linear(rows[window], e.T)[own] for (window, own), e in windows])
     return torch.cat([r @ e for r, e in zip(rows.split(where), w, strict=True)])
 
 
@@ -150,4 +154,32 @@ def _of_experts(dy: Tensor, rows: Tensor, where: Where) -> Tensor:
         if dw.is_cuda:  # some kernels leave what they find there to an expert without rows (pytorch issue 172439)
             dw.masked_fill_((where.diff(prepend=where.new_zeros(1)) == 0)[:, None, None], 0)
         return dw
+    if _large(rows, len(where), dy.T):
+        if dy.shape[1] > rows.shape[1]:  # the first factor is copied: the smaller one
+            return _of_experts(rows, dy, where).mT
+        return torch.stack([linear(_alone(dy, *at), rows[at[0]].T) for at in _windows(where)])
     return torch.stack([d.T @ r for d, r in zip(dy.split(where), rows.split(where), strict=True)])
+
+
+def _large(rows: Tensor, experts: int, w: Tensor) -> bool:
+    """Whether the products of a usual expert, w (O, I), are worth a call each."""
+    return _by_onednn(rows[: len(rows) // experts], w)
+
+
+def _windows(where: list[int]) -> Iterator[tuple[slice, slice]]:
+    """Around the rows of each expert those that go through its product: some of its neighbours with them, so that their
+    number is one of eight between two powers of two, and few kernels are compiled. And where its own are among them."""
+    start, total = 0, sum(where)
+    for n in where:
+        step = 2 ** max(5, n.bit_length() - 4)
+        size = min((n + step - 1) // step * step, total)
+        first = min(start, total - size)
+        yield slice(first, first + size), slice(start - first, start - first + n)
+        start += n
+
+
+def _alone(t: Tensor, window: slice, own: slice) -> Tensor:
+    """t (N, O) -> (O, n) of the n rows of a window, with zeros for those that are not its own."""
+    here = t.new_zeros(t.shape[1], window.stop - window.start)
+    here[:, own] = t[window][own].T
+    return here

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from research.models import kernels
-from research.models.kernels import causal_attention, collect, embed, flash_attention, spread
+from research.models.kernels import causal_attention, collect, embed, flash_attention, spread, spread_beside
 from research.models.pointwise import rms_norm
 from research.models.products import Products
 from research.models.recompute import Keep, decide
@@ -86,6 +86,10 @@ class Choices:
     def rows(self, x: Tensor) -> Tensor:
         """x (T, D) of tokens -> (N, D) of choices."""
         return spread(x, self.index, self.places, self.starts)
+
+    def weighted_rows(self, x: Tensor, weights: Tensor) -> Tensor:
+        """x (T, D) and weights (T, K) of tokens -> (N, D + 1) of choices, the weight of each behind its row."""
+        return spread_beside(x, self.weights(weights), self.index, self.places, self.starts)
 
     def weights(self, weights: Tensor) -> Tensor:
         """weights (T, K) -> (N,)"""

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from research.models import seams
-from research.models.kernels import collect, spread
+from research.models.kernels import collect, spread, spread_beside
 from research.models.pointwise import swiglu, weighted_swiglu
 from research.models.products import Products
 
@@ -48,6 +48,9 @@ def test_spread_and_collect_are_adjoint(ids):
     if len(y):
         assert torch.autograd.gradcheck(lambda t: spread(t, *where), (x,))
         assert torch.autograd.gradcheck(lambda t: collect(t, *where), (y,))
+        beside = y[:, 0].detach().requires_grad_()
+        torch.testing.assert_close(spread_beside(x, beside, *where), torch.cat([x[at.index], beside[:, None]], 1))
+        assert torch.autograd.gradcheck(lambda *t: spread_beside(*t, *where), (x, beside))
 
 
 def routing(tokens, top_k, experts, dim, dropped=0):

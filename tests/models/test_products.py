@@ -77,6 +77,47 @@ def test_what_torch_computes_as_before(shape, dtype):
     assert called.n == 0 and torch.equal(y, torch.nn.functional.linear(x, w))
 
 
+LOADS = [[300, 0, 37, 200], [0, 0, 537, 0], [1, 536, 0, 0], [0, 0, 0, 537], [128, 129, 127, 128]]
+
+
+def grouped_errors(counts, inner, outer):
+    """Of each expert's product and of its gradients, against float64."""
+    rows, w, dy = (
+        random(sum(counts), inner),
+        random(len(counts), outer, inner, seed=1),
+        random(sum(counts), outer, seed=2),
+    )
+    sides = []
+    for dtype in (torch.float32, torch.float64):
+        leaves = [t.to(dtype).detach().requires_grad_() for t in (rows, w)]
+        y = Products().grouped(*leaves, torch.tensor(counts))
+        y.backward(dy.to(dtype))
+        sides.append([y.detach(), *(leaf.grad for leaf in leaves)])
+    idle = [e for e, n in enumerate(counts) if n == 0]
+    assert not sides[0][2][idle].any()
+    return [error(*pair) for pair in zip(*sides, strict=True)]
+
+
+@pytest.mark.parametrize("counts", LOADS, ids=str)
+@pytest.mark.parametrize("inner, outer", [(96, 128), (128, 96)])
+def test_experts_take_rows_of_their_neighbours_along(counts, inner, outer):
+    with Called() as called:
+        assert max(grouped_errors(counts, inner, outer)) < 1e-6
+    assert called.n >= 3
+
+
+def test_planted_gradient_of_the_neighbours_rows(monkeypatch):
+    monkeypatch.setattr(products, "_alone", lambda t, window, own: t[window].T)
+    assert grouped_errors(LOADS[0], 96, 128)[2] > 0.1
+
+
+def test_few_kernels_are_compiled_whatever_the_loads():
+    window_of = {n: next(products._windows([n, 10**6]))[0] for n in range(1, 2**12)}
+    size = {n: window.stop - window.start for n, window in window_of.items()}
+    assert [len({size[n] for n in range(1, 2**bits)}) for bits in (10, 11, 12)] == [24, 32, 40]
+    assert all(n <= size[n] < max(n + 32, 1.125 * n) for n in size)
+
+
 def test_products_are_counted():
     x, w = random(512, 64), random(96, 64, seed=1)
     assert products._by_onednn(x, w)

@@ -87,7 +87,7 @@ class AllToAll:
 
     def send(self, x: Tensor, weights: Tensor) -> comm.Begun:
         weights = weights[..., None].expand(-1, -1, self.parts).flatten(1)
-        leaving = torch.cat([self.choices.rows(x), self.choices.weights(weights)[:, None]], 1)
+        leaving = self.choices.weighted_rows(x, weights)
         return comm.begin_all_to_all(leaving, self.sent, self.received, self.group, "dispatch")
 
     def answer(self, coming: comm.Begun, routed: Routed) -> comm.Begun:
