@@ -1,7 +1,8 @@
 """Training steps of data parallelism and of ZeRO's stage 3 against torch's DistributedDataParallel and fully_shard.
 
 Both sides train the same decoder in float32 with clipped AdamW, from the same weights on the same tokens: what
-distributes it differs, nothing else.
+distributes it differs, nothing else. As torch's has our products and the memory of our launcher then, it is timed with
+its own products as well: what a user of it has.
 """
 
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from functools import partial
 
 import torch
 
-from research.bench.side_by_side import Case, RankedCase, Side, Values
+from research.bench.side_by_side import Case, RankedCase, Side, Values, by_torch
 from research.bench.torch_data import TorchTraining
 from research.bench.workload import STEPS, TOLERANCE, batch_of, config_of, our_sides, sizes, values_of
 from research.config import RunConfig
@@ -33,4 +34,5 @@ def case(config: RunConfig, name: str, peer: str, place: Place, device: torch.de
     def run_theirs() -> Values:
         return values_of([other.step(batch) for _ in range(STEPS)])
 
-    return Case(name, 1, TOLERANCE, ours, [Side(f"torch {peer}", run_theirs), plain])
+    theirs = Side(f"torch {peer}", run_theirs)
+    return Case(name, 1, TOLERANCE, ours, [theirs, by_torch(theirs), plain])

@@ -13,8 +13,9 @@ from research.files import write_atomically
 NOTE = """\
 - Ratio: ours over the other, of CPU time (all threads and processes) and of wall time; median over repetitions that
   take turns, and the quartiles. Less than 1: ours is faster.
-- Torch's products: ours without those of oneDNN (`models/products.py`). Ratio over another / ratio over this one is
-  what it would be with the same products on both sides; where the other side trains our model, it has them as well.
+- Torch's products: a side without those of oneDNN (`models/products.py`). Ratio over another / ratio over ours with
+  torch's is what it would be with the same products on both sides. Where the other side trains our model it has ours,
+  unless it says torch's.
 - Error: the largest relative error of any output or gradient between the two, held to a tolerance before timing.
 """
 
