@@ -11,7 +11,7 @@ n ranks of the group
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from typing import TypeVar
@@ -40,23 +40,22 @@ class Pending:
         self,
         group: Group,
         result: Tensor,
-        works: Sequence[dist.Work | None] = (),  # None: of an operation that is none of this rank's
+        work: dist.Work | None,
         meeting: Meeting | None = None,
         given: Tensor | None = None,
         last: Callable[[], object] | None = None,
     ) -> None:
         self.result = result
-        self._group, self._works, self._meeting, self._given, self._last = group, works, meeting, given, last
+        self._group, self._work, self._meeting, self._given, self._last = group, work, meeting, given, last
 
     def wait(self) -> Tensor:
-        if self._meeting is not None:
+        if self._work is not None:
+            assert self._meeting is not None
             with _waiting(self._group, self._meeting, self.result.device):
-                for work in self._works:
-                    if work is not None:
-                        work.wait()
+                self._work.wait()
             if self._last is not None:
                 self._last()
-            self._works, self._meeting, self._given, self._last = (), None, None, None
+            self._work = self._given = self._last = None
         return self.result
 
 
@@ -98,92 +97,73 @@ def start_exchange(
 def start_all_reduce(x: Tensor, group: Group, purpose: str, op: dist.ReduceOp.RedOpType = SUM) -> Pending:
     """Reduce x in place over the group."""
     if group.size == 1:
-        return Pending(group, x)
+        return Pending(group, x, None)
     meeting = _meet(group, purpose, "all_reduce", Fraction(2 * (group.size - 1) * x.numel(), group.size), x)
     with record_function(f"{group.axis}: {purpose}"):
         if x.dtype == torch.bfloat16 and op == SUM and _by_gloo(group):
             # It rounds at every hop; this sum rounds once.
             wide = x.float()
             work = dist.all_reduce(wide, op=op, group=group.process_group, async_op=True)
-            return Pending(group, x, [work], meeting, wide, lambda: x.copy_(wide))
-        return Pending(group, x, [dist.all_reduce(x, op=op, group=group.process_group, async_op=True)], meeting)
+            return Pending(group, x, work, meeting, wide, lambda: x.copy_(wide))
+        return Pending(group, x, dist.all_reduce(x, op=op, group=group.process_group, async_op=True), meeting)
 
 
 def start_all_gather(x: Tensor, group: Group, purpose: str) -> Pending:
     """x (..) of every rank -> (n, ..), in order."""
     x = x.contiguous()
     if group.size == 1:
-        return Pending(group, x[None])
+        return Pending(group, x[None], None)
     out = x.new_empty(group.size, *x.shape)
     meeting = _meet(group, purpose, "all_gather", Fraction((group.size - 1) * x.numel()), x)
     with record_function(f"{group.axis}: {purpose}"):
-        if _by_gloo(group):
-            return Pending(group, out, _between_pairs(out, [x] * group.size, group), meeting, x)
         flat = out.view(-1, *x.shape[1:]) if x.dim() else out
-        return Pending(group, out, [_all_gather(flat, x, group=group.process_group, async_op=True)], meeting, x)
+        return Pending(group, out, _all_gather(flat, x, group=group.process_group, async_op=True), meeting, x)
 
 
 def start_reduce_scatter(x: Tensor, group: Group, purpose: str) -> Pending:
     """x (n, ..) of every rank -> (..): the sum over ranks of what each has for this one."""
     x = x.contiguous()
     if group.size == 1:
-        return Pending(group, x[0])
+        return Pending(group, x[0], None)
     out = x.new_empty(x.shape[1:])
     meeting = _meet(group, purpose, "reduce_scatter", Fraction((group.size - 1) * out.numel()), x)
     with record_function(f"{group.axis}: {purpose}"):
         if _by_gloo(group):
             # Its own is an all-reduce of everything, and rounds bfloat16 at every hop; this sum rounds once.
             parts = torch.empty_like(x)
-            works = _between_pairs(parts, x, group)
-            return Pending(group, out, works, meeting, x, lambda: _sum(parts, out))
+            work = dist.all_to_all_single(parts, x, group=group.process_group, async_op=True)
+            return Pending(group, out, work, meeting, x, lambda: _sum(parts, out))
         flat = x.view(-1, *out.shape[1:]) if out.dim() else x
         work = _reduce_scatter(out, flat, group=group.process_group, async_op=True)
-        return Pending(group, out, [work], meeting, x)
-
-
-def _by_gloo(group: Group) -> bool:
-    return bool(dist.get_backend(group.process_group) == dist.Backend.GLOO)
+        return Pending(group, out, work, meeting, x)
 
 
 def _sum(parts: Tensor, out: Tensor) -> None:
     """out (..) = the sum of parts (n, ..)"""
     if out.dtype == torch.bfloat16:
         torch.sum(parts, 0, out=out)
-    else:  # twice as fast, to three times
+    else:  # twice as fast
         torch.add(parts[0], parts[1], out=out)
         for part in parts[2:]:
             out.add_(part)
 
 
-def _between_pairs(out: Iterable[Tensor], x: Iterable[Tensor], group: Group) -> list[dist.Work | None]:
-    """out[i] of each rank becomes x[that rank] of rank i. Gloo's own all-gather and all-to-all take half as much CPU
-    time again: they copy once more, on another thread."""
-    out, x, here = list(out), list(x), group.rank
-    works: list[dist.Work | None] = []
-    for step in range(1, group.size):
-        to, source = (here + step) % group.size, (here - step) % group.size
-        if x[to].numel():
-            works.append(dist.isend(x[to], group.ranks[to], group=group.process_group))
-        if out[source].numel():
-            works.append(dist.irecv(out[source], group.ranks[source], group=group.process_group))
-    out[here].copy_(x[here])
-    return works
+def _by_gloo(group: Group) -> bool:
+    return bool(dist.get_backend(group.process_group) == dist.Backend.GLOO)
 
 
 def start_all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group, purpose: str) -> Pending:
     """x (N, ..), of which rank i gets sent[i] rows, in order -> (M, ..): received[i] rows of rank i, in order."""
     x = x.contiguous()
     if group.size == 1:
-        return Pending(group, x)
+        return Pending(group, x, None)
     out = x.new_empty(sum(received), *x.shape[1:])
     others = len(out) - received[group.rank]
     meeting = _meet(group, purpose, "all_to_all", Fraction(others * math.prod(x.shape[1:])), x)
     with record_function(f"{group.axis}: {purpose}"):
         rows = list(received), list(sent)
-        if _by_gloo(group):
-            return Pending(group, out, _between_pairs(out.split(rows[0]), x.split(rows[1]), group), meeting, x)
         work = dist.all_to_all_single(out, x, *rows, group=group.process_group, async_op=True)
-        return Pending(group, out, [work], meeting, x)
+        return Pending(group, out, work, meeting, x)
 
 
 def start_send(x: Tensor, way: Group, purpose: str) -> Pending:
@@ -191,7 +171,7 @@ def start_send(x: Tensor, way: Group, purpose: str) -> Pending:
     x = x.contiguous()
     meeting = way.ledger.meet(way.axis, way.ranks, purpose, "send")
     with record_function(f"{way.axis}: send"):
-        return Pending(way, x, [dist.isend(x, way.ranks[-1], group=way.process_group)], meeting)
+        return Pending(way, x, dist.isend(x, way.ranks[-1], group=way.process_group), meeting)
 
 
 class Receiving(Pending):
@@ -207,7 +187,7 @@ def start_receive(out: Tensor, way: Group, purpose: str) -> Receiving:
     """Receive into `out`, on the last rank of a way, what its first rank sends. In the order in which it sends."""
     meeting = way.ledger.meet(way.axis, way.ranks, purpose, "receive")
     with record_function(f"{way.axis}: {purpose}"):
-        return Receiving(way, out, [dist.irecv(out, way.ranks[0], group=way.process_group)], meeting)
+        return Receiving(way, out, dist.irecv(out, way.ranks[0], group=way.process_group), meeting)
 
 
 def all_reduce_(x: Tensor, group: Group, purpose: str, op: dist.ReduceOp.RedOpType = SUM) -> Tensor:
