@@ -271,7 +271,8 @@ class _ReduceScatter(torch.autograd.Function):
 
 class Begun:
     """A differentiable collective under way beside what runs until `wait`. So is its adjoint in backward, which goes
-    through a graph from its end: it starts where `wait` stands, and is waited for where this stands."""
+    through a graph from its end: it starts where `wait` stands, and is waited for where this stands. A recompute that
+    has all it needs may stop in between: a collective must run without being waited for."""
 
     def __init__(self, x: Tensor, there: Callable[[Tensor], Pending], back: Callable[[Tensor], Pending]) -> None:
         self._way = _Way(there, back)

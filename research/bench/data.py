@@ -1,8 +1,7 @@
 """Training steps of data parallelism and of ZeRO's stage 3 against torch's DistributedDataParallel and fully_shard.
 
 Both sides train the same decoder in float32 with clipped AdamW, from the same weights on the same tokens: what
-distributes it differs, nothing else. As torch's has our products and the memory of our launcher then, it is timed with
-its own products as well: what a user of it has.
+distributes it differs, nothing else. Torch's side is timed once more with torch's own products, as its users have them.
 """
 
 from collections.abc import Iterator

@@ -31,8 +31,7 @@ class Side:
 
 
 def by_torch(side: Side) -> Side:
-    """A second side like ours, with torch's own products (`models/products.py`): how much of a ratio is that of
-    products. Ratio over another / ratio over this one is what it would be with the same products on both sides."""
+    """The same side with torch's own products (`models/products.py`): how much of a ratio is that of products."""
 
     def run() -> Values:
         enabled, *_ = torch.backends.mkldnn.set_flags(False)

@@ -204,6 +204,8 @@ class _SpreadBeside(torch.autograd.Function):
     """
     forward   (T, D), (N,) -> (N, D+1)   y = x[index], beside
     backward  (N, D+1) -> (T, D), (N,)   dx[t] = sum over the copies of row t of dy without its last column, which is db
+
+    It has no recipe for recompute: what it makes travels, and nothing saves it.
     """
 
     @staticmethod

@@ -13,10 +13,12 @@ from research.config import ModelConfig
 from research.models.layers import FeedForward, residual_std
 from research.models.params import Block
 from research.models.pointwise import cast, weighted_swiglu
+from research.models.products import Products
 from research.models.recompute import Keep
 from research.models.rope import Places
 from research.models.seams import count
 
+AT_ONCE = Products()  # never puts a weight gradient off: a router's is small, and its input need not wait for it
 TINY = 1e-20  # sigmoids may all underflow: such a token has weights of 0, not of 0/0
 
 
@@ -53,7 +55,7 @@ class MoE(Block):
     def forward(self, x: Tensor, at: Places, keep: Keep) -> tuple[Tensor, Tensor]:
         tokens = x.flatten(0, 1)
         # Scores are compared in the router's own precision: in bfloat16 close ones tie and pick other experts.
-        logits = self.seams.products.linear(cast(tokens, self.router.dtype), self.router)
+        logits = AT_ONCE.linear(cast(tokens, self.router.dtype), self.router)
         scores = logits.softmax(-1) if self.c.router_score == "softmax" else logits.sigmoid()
         ids = keep(lambda: self.choose(scores.detach(), at))
         counts = keep(lambda: self.count(ids, at.whole_tokens))

@@ -1,6 +1,6 @@
 """Products with weights, and their gradients, now or later."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -42,8 +42,12 @@ def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
 
 
 def _by_onednn(x: Tensor, w: Tensor) -> bool:
+    return _onednn_takes(x) and x.dtype == w.dtype and x.numel() * len(w) >= SMALL
+
+
+def _onednn_takes(x: Tensor) -> bool:
     here = ONEDNN is not None and x.device.type == "cpu" and bool(torch.backends.mkldnn.enabled)
-    return here and x.dtype == w.dtype == torch.float32 and x.numel() * len(w) >= SMALL
+    return here and x.dtype == torch.float32
 
 
 class Kept(NamedTuple):
@@ -77,7 +81,7 @@ class Products:
         own rows. One kernel, in bfloat16 on recent GPUs (SM 9 and 10) without a host sync. What it refuses, float64
         and widths that are no multiple of 16 bytes, loops over the experts; so does what oneDNN takes."""
         refused = rows.dtype == torch.float64 or any(n * w.element_size() % 16 for n in w.shape[1:])
-        loops = refused or _large(rows, len(w), w[0])
+        loops = refused or _large(rows, len(w), w.shape[1])
         where = counts.tolist() if loops else counts.cumsum(0, dtype=torch.int32)
         y: Tensor = _Grouped.apply(rows, w, where, self)
         return y
@@ -141,9 +145,8 @@ def _by_expert(rows: Tensor, w: Tensor, where: Where) -> Tensor:
     """rows (N, I), w (E, I, O) -> (N, O)"""
     if isinstance(where, Tensor):
         return F.grouped_mm(rows, w, offs=where)
-    if _large(rows, len(w), w[0].T):
-        windows = zip(_windows(where), w.unbind(), strict=True)
-        return torch.cat([linear(rows[window], e.T)[own] for (window, own), e in windows])
+    if _large(rows, len(w), w.shape[2]) and (windows := _windows(where)):
+        return torch.cat([linear(rows[at], e.T)[own] for (at, own), e in zip(windows, w.unbind(), strict=True)])
     return torch.cat([r @ e for r, e in zip(rows.split(where), w, strict=True)])
 
 
@@ -154,32 +157,37 @@ def _of_experts(dy: Tensor, rows: Tensor, where: Where) -> Tensor:
         if dw.is_cuda:  # some kernels leave what they find there to an expert without rows (pytorch issue 172439)
             dw.masked_fill_((where.diff(prepend=where.new_zeros(1)) == 0)[:, None, None], 0)
         return dw
-    if _large(rows, len(where), dy.T):
-        if dy.shape[1] > rows.shape[1]:  # the first factor is copied: the smaller one
-            return _of_experts(rows, dy, where).mT
-        return torch.stack([linear(_alone(dy, *at), rows[at[0]].T) for at in _windows(where)])
+    if _large(rows, len(where), dy.shape[1]) and (windows := _windows(where)):
+        if dy.shape[1] > rows.shape[1]:
+            return _of_experts(rows, dy, where).mT  # dw^T = rows^T dy, as the first factor is copied: the smaller one
+        return torch.stack([linear(_alone(dy[at], own), rows[at].T) for at, own in windows])
     return torch.stack([d.T @ r for d, r in zip(dy.split(where), rows.split(where), strict=True)])
 
 
-def _large(rows: Tensor, experts: int, w: Tensor) -> bool:
-    """Whether the products of a usual expert, w (O, I), are worth a call each."""
-    return _by_onednn(rows[: len(rows) // experts], w)
+def _large(rows: Tensor, experts: int, width: int) -> bool:
+    """rows (N, I), O -> whether the product of an expert with its share of them is worth a call of its own."""
+    return _onednn_takes(rows) and rows.numel() // experts * width >= SMALL
 
 
-def _windows(where: list[int]) -> Iterator[tuple[slice, slice]]:
+def _windows(where: list[int]) -> list[tuple[slice, slice]]:
     """Around the rows of each expert those that go through its product: some of its neighbours with them, so that their
-    number is one of eight between two powers of two, and few kernels are compiled. And where its own are among them."""
-    start, total = 0, sum(where)
+    number is one of eight between two powers of two, and few kernels are compiled. And where its own are among them.
+    None at all, where one expert has so many that its neighbours have too few."""
+    windows, start, total = [], 0, sum(where)
     for n in where:
         step = 2 ** max(5, n.bit_length() - 4)
-        size = min((n + step - 1) // step * step, total)
+        size = (n + step - 1) // step * step
+        if size > total:
+            return []
         first = min(start, total - size)
-        yield slice(first, first + size), slice(start - first, start - first + n)
+        windows.append((slice(first, first + size), slice(start - first, start - first + n)))
         start += n
+    return windows
 
 
-def _alone(t: Tensor, window: slice, own: slice) -> Tensor:
-    """t (N, O) -> (O, n) of the n rows of a window, with zeros for those that are not its own."""
-    here = t.new_zeros(t.shape[1], window.stop - window.start)
-    here[:, own] = t[window][own].T
+def _alone(window: Tensor, own: slice) -> Tensor:
+    """(n, O) -> (O, n), with zeros for rows that are not its own. The other factor has theirs, so that one that is not
+    finite makes this expert's gradient so, too."""
+    here = window.new_zeros(window.shape[1], len(window))
+    here[:, own] = window[own].T
     return here

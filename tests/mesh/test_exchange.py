@@ -1,19 +1,20 @@
 """Messages between ranks of a group, the even all-to-all, and sums in bfloat16: values, gradient, bytes."""
 
 from fractions import Fraction
+from functools import partial
 
 import pytest
 import torch
 
 from research import comm
 from research.config import LaunchConfig
-from research.launch.local import start
+from research.launch.local import RankError, start
 from research.ledger import Meeting
 from research.mesh import Mesh
 
 
-def bodies(body, ranks):
-    return start(lambda place, device: body(Mesh({"cp": ranks}, place.rank)), ranks, LaunchConfig(threads=1), 30.0)
+def bodies(body, ranks, limit_s=30.0):
+    return start(lambda place, device: body(Mesh({"cp": ranks}, place.rank)), ranks, LaunchConfig(threads=1), limit_s)
 
 
 def both_ways_round(mesh):
@@ -82,3 +83,39 @@ def summed(mesh):
 def test_a_sum_in_bfloat16_rounds_once():
     """256 + 1 + 1 + 1 + 1, rounded at every hop, stays 256 or comes to 258."""
     assert bodies(summed, 5) == [([260.0] * 100, 2 * 4 * 20 * 2)] * 5
+
+
+STARTS = {
+    "all_gather": lambda x, group: comm.start_all_gather(x[0], group, "numbers"),
+    "reduce_scatter": lambda x, group: comm.start_reduce_scatter(x, group, "numbers"),
+    "all_to_all": lambda x, group: comm.start_all_to_all(x, [1] * group.size, [1] * group.size, group, "numbers"),
+}
+
+
+def dropped(name, mesh):
+    """The second of two that nobody waits for, as a recompute that stops early leaves one, then a third."""
+    group = mesh.group("cp")
+    parts = [torch.full((group.size, 1000), 10.0 * i + group.rank) for i in range(3)]
+    first = STARTS[name](parts[0], group)
+    STARTS[name](parts[1], group)
+    first.wait()
+    return STARTS[name](parts[2], group).wait()[..., 0].tolist()
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_a_collective_that_nobody_waits_for_takes_nothing_of_the_next(name):
+    found = bodies(partial(dropped, name), 3)
+    assert found == [63.0 if name == "reduce_scatter" else [20.0, 21.0, 22.0]] * 3
+
+
+def test_planted_messages_for_a_collective(monkeypatch):
+    """One that nobody receives any more is taken for the next."""
+
+    def by_messages(x, group):
+        others = [r for r in range(group.size) if r != group.rank]
+        out = torch.stack([x[0]] * group.size)
+        return comm.start_exchange([(x[r], r) for r in others], [(out[r], r) for r in others], group, "numbers")
+
+    monkeypatch.setitem(STARTS, "all_to_all", by_messages)
+    with pytest.raises((TimeoutError, RankError)):
+        bodies(partial(dropped, "all_to_all"), 3, limit_s=8.0)

@@ -77,7 +77,7 @@ def test_what_torch_computes_as_before(shape, dtype):
     assert called.n == 0 and torch.equal(y, torch.nn.functional.linear(x, w))
 
 
-LOADS = [[300, 0, 37, 200], [0, 0, 537, 0], [1, 536, 0, 0], [0, 0, 0, 537], [128, 129, 127, 128]]
+LOADS = [[300, 0, 37, 200], [0, 0, 512, 0], [32, 480, 0, 0], [1, 1, 100, 435], [128, 129, 127, 128]]
 
 
 def grouped_errors(counts, inner, outer):
@@ -107,15 +107,26 @@ def test_experts_take_rows_of_their_neighbours_along(counts, inner, outer):
 
 
 def test_planted_gradient_of_the_neighbours_rows(monkeypatch):
-    monkeypatch.setattr(products, "_alone", lambda t, window, own: t[window].T)
+    monkeypatch.setattr(products, "_alone", lambda window, own: window.T)
     assert grouped_errors(LOADS[0], 96, 128)[2] > 0.1
 
 
 def test_few_kernels_are_compiled_whatever_the_loads():
-    window_of = {n: next(products._windows([n, 10**6]))[0] for n in range(1, 2**12)}
-    size = {n: window.stop - window.start for n, window in window_of.items()}
-    assert [len({size[n] for n in range(1, 2**bits)}) for bits in (10, 11, 12)] == [24, 32, 40]
-    assert all(n <= size[n] < max(n + 32, 1.125 * n) for n in size)
+    def size(n, *others):
+        return [at.stop - at.start for at, _ in products._windows([n, *others])[:1]]
+
+    sizes = {n: size(n, 5000, 5000)[0] for n in range(1, 2**12)}
+    assert [len({sizes[n] for n in range(1, 2**bits)}) for bits in (10, 11, 12)] == [24, 32, 40]
+    assert all(n <= sizes[n] < max(n + 32, 1.125 * n) for n in sizes)
+    capped = {k for n in range(1, 2**12) for others in (0, 3, 40) for k in size(n, others)}
+    assert capped <= set(sizes.values())
+
+
+@pytest.mark.parametrize("counts", [[500], [500, 3]], ids=str)
+def test_without_neighbours_an_expert_takes_torch_s_products(counts):
+    with Called() as called:
+        assert max(grouped_errors(counts, 96, 128)) < 1e-6
+    assert called.n == 0
 
 
 def test_products_are_counted():

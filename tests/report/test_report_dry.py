@@ -32,7 +32,7 @@ def measured(config, place, device):
     "words", [["dp.degree=2", "dp.zero=1"], ["tp.degree=2"], ["dp.degree=2", "dp.zero=3"]], ids=" ".join
 )
 def test_it_is_what_ranks_measure(load, words):
-    """But for what gloo's thread lets go of later than the rank: counts of tokens, and in stage 3 what is gathered."""
+    """But for what gloo holds longer: counts of tokens until its thread lets go, and in stage 3 parts of a sum."""
     config = load(*words)
     moe_layers = config.model.layers - config.model.dense_layers
     late = {"activations": 8 * config.model.experts * moe_layers, "communication": 0}
