@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from research.bench.side_by_side import Case, RankedCase, Side, Values, by_torch
+from research.bench.side_by_side import Case, RankedCase, Side, by_torch
 from research.bench.torch_data import TorchTraining
 from research.bench.workload import STEPS, TOLERANCE, batch_of, config_of, our_sides, sizes, values_of
 from research.config import RunConfig
@@ -28,10 +28,9 @@ def case(config: RunConfig, name: str, peer: str, place: Place, device: torch.de
     """This rank's part of both."""
     batch, mesh = batch_of(config), Mesh.from_config(config, place.world, place.rank)
     ours, plain = our_sides(config, mesh, device)
-    other = TorchTraining(config, peer, mesh.group("world"), device)
 
-    def run_theirs() -> Values:
-        return values_of([other.step(batch) for _ in range(STEPS)])
+    def torchs() -> Side:
+        training = TorchTraining(config, peer, mesh.group("world"), device)
+        return Side(f"torch {peer}", lambda: values_of([training.step(batch) for _ in range(STEPS)]))
 
-    theirs = Side(f"torch {peer}", run_theirs)
-    return Case(name, 1, TOLERANCE, ours, [theirs, by_torch(theirs), plain])
+    return Case(name, 1, TOLERANCE, ours, [torchs(), by_torch(torchs()), plain])
