@@ -80,10 +80,7 @@ class Products:
         """rows (N, I) sorted by expert, w (E, O, I), counts (E,) with sum N -> (N, O): each expert's product with its
         own rows. One kernel, in bfloat16 on recent GPUs (SM 9 and 10) without a host sync. What it refuses, float64
         and widths that are no multiple of 16 bytes, loops over the experts; so does what oneDNN takes."""
-        refused = rows.dtype == torch.float64 or any(n * w.element_size() % 16 for n in w.shape[1:])
-        loops = refused or _large(rows, len(w), w.shape[1])
-        where = counts.tolist() if loops else counts.cumsum(0, dtype=torch.int32)
-        y: Tensor = _Grouped.apply(rows, w, where, self)
+        y: Tensor = _Grouped.apply(rows, w, _where(rows, w, counts), self)
         return y
 
     def gradients(self, weights: Sequence[Tensor], compute: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor | None]:
@@ -115,7 +112,8 @@ class _Linear(torch.autograd.Function):
         return dx, dw, None
 
 
-Where = list[int] | Tensor  # rows of each expert; or where they end (E,), on the device
+Windows = tuple[tuple[slice, slice], ...]  # of each expert: rows for its product, and where its own are among them
+Where = Windows | list[int] | Tensor  # or rows of each expert; or where they end (E,), on the device
 
 
 class _Grouped(torch.autograd.Function):
@@ -128,7 +126,7 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows: Tensor, w: Tensor, where: Where, products: Products) -> Tensor:  # type: ignore[no-untyped-def]
         ctx.save_for_backward(rows, w, where if isinstance(where, Tensor) else None)
-        ctx.about = w, where if isinstance(where, list) else None, products
+        ctx.about = w, None if isinstance(where, Tensor) else where, products
         return _by_expert(rows, w.transpose(-2, -1), where)
 
     @staticmethod
@@ -141,12 +139,22 @@ class _Grouped(torch.autograd.Function):
         return dx, dw, None, None
 
 
+def _where(rows: Tensor, w: Tensor, counts: Tensor) -> Where:
+    """What `grouped` computes by: oneDNN, torch's products one by one, or the one kernel."""
+    large = _onednn_takes(rows) and rows.numel() // len(w) * w.shape[1] >= SMALL  # of a usual expert: worth a call
+    if large and (windows := _windows(counts.tolist())):
+        return windows
+    if rows.dtype == torch.float64 or any(n * w.element_size() % 16 for n in w.shape[1:]):
+        return counts.tolist()
+    return counts.cumsum(0, dtype=torch.int32)
+
+
 def _by_expert(rows: Tensor, w: Tensor, where: Where) -> Tensor:
     """rows (N, I), w (E, I, O) -> (N, O)"""
     if isinstance(where, Tensor):
         return F.grouped_mm(rows, w, offs=where)
-    if _large(rows, len(w), w.shape[2]) and (windows := _windows(where)):
-        return torch.cat([linear(rows[at], e.T)[own] for (at, own), e in zip(windows, w.unbind(), strict=True)])
+    if isinstance(where, tuple):
+        return torch.cat([linear(rows[at], e.T)[own] for (at, own), e in zip(where, w.unbind(), strict=True)])
     return torch.cat([r @ e for r, e in zip(rows.split(where), w, strict=True)])
 
 
@@ -157,32 +165,26 @@ def _of_experts(dy: Tensor, rows: Tensor, where: Where) -> Tensor:
         if dw.is_cuda:  # some kernels leave what they find there to an expert without rows (pytorch issue 172439)
             dw.masked_fill_((where.diff(prepend=where.new_zeros(1)) == 0)[:, None, None], 0)
         return dw
-    if _large(rows, len(where), dy.shape[1]) and (windows := _windows(where)):
+    if isinstance(where, tuple):
         if dy.shape[1] > rows.shape[1]:
             return _of_experts(rows, dy, where).mT  # dw^T = rows^T dy, as the first factor is copied: the smaller one
-        return torch.stack([linear(_alone(dy[at], own), rows[at].T) for at, own in windows])
+        return torch.stack([linear(_alone(dy[at], own), rows[at].T) for at, own in where])
     return torch.stack([d.T @ r for d, r in zip(dy.split(where), rows.split(where), strict=True)])
 
 
-def _large(rows: Tensor, experts: int, width: int) -> bool:
-    """rows (N, I), O -> whether the product of an expert with its share of them is worth a call of its own."""
-    return _onednn_takes(rows) and rows.numel() // experts * width >= SMALL
-
-
-def _windows(where: list[int]) -> list[tuple[slice, slice]]:
-    """Around the rows of each expert those that go through its product: some of its neighbours with them, so that their
-    number is one of eight between two powers of two, and few kernels are compiled. And where its own are among them.
-    None at all, where one expert has so many that its neighbours have too few."""
-    windows, start, total = [], 0, sum(where)
-    for n in where:
+def _windows(counts: list[int]) -> Windows:
+    """Rows of each expert with some of its neighbours', so that their number is one of eight between two powers of two,
+    and few kernels are compiled. None at all, where one expert has so many that its neighbours have too few."""
+    windows, start, total = [], 0, sum(counts)
+    for n in counts:
         step = 2 ** max(5, n.bit_length() - 4)
         size = (n + step - 1) // step * step
         if size > total:
-            return []
+            return ()
         first = min(start, total - size)
         windows.append((slice(first, first + size), slice(start - first, start - first + n)))
         start += n
-    return windows
+    return tuple(windows)
 
 
 def _alone(window: Tensor, own: slice) -> Tensor:

@@ -31,7 +31,7 @@ def check(schedule: Schedule) -> Report:
         left = len(problems) - MANY
         more = [f"and {left} more"] if left > 0 else []
         raise ScheduleError(f"schedule {schedule.name}: " + "; ".join(problems[:MANY] + more))
-    return Report(tuple(int(x) for x in peaks(schedule)), crossed(schedule))
+    return Report(tuple(int(x) for x in peaks(schedule)), crossed(schedule))  # which meets every deadlock
 
 
 def needs(action: Action, stages: int) -> tuple[Action, ...]:
