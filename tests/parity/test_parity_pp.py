@@ -129,16 +129,16 @@ def test_planted_weight_gradient_that_is_dropped(prove, monkeypatch):
     real = Storage.accumulate
 
     def forgetful(self, parameter, grad):
-        if parameter is not self.built.model.layers["0"].attention.wo:
+        if parameter is not self.built.model.layers["2"].attention.wo:
             real(self, parameter, grad)
 
-    def first_rank(self, parameter, grad):
-        (forgetful if "0" in self.built.model.layers else real)(self, parameter, grad)
+    def last_rank(self, parameter, grad):
+        (forgetful if "2" in self.built.model.layers else real)(self, parameter, grad)
 
-    monkeypatch.setattr(Storage, "accumulate", first_rank)
+    monkeypatch.setattr(Storage, "accumulate", last_rank)
     findings = prove("pp.degree=2", "pp.schedule=zb_h1")
     assert {f.name for f in findings if f.what == "gradient" and not f.passed and "(step 0)" in f.name} == {
-        "layers.0.attention.wo (step 0)"
+        "layers.2.attention.wo (step 0)"
     }
 
 

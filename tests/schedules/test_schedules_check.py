@@ -7,7 +7,7 @@ import pytest
 
 from research.parallel.pp.check import ScheduleError, check, crossed, messages, needs, peaks
 from research.parallel.pp.generate import FAMILIES, generate
-from research.parallel.pp.schedule import Schedule
+from research.parallel.pp.schedule import Schedule, as_run
 from research.parallel.pp.simulate import even, simulate
 from research.train.action import Action, Overlap, parts
 
@@ -155,3 +155,18 @@ def test_crossed_messages_are_counted():
     schedule = Schedule("mine", 2, 2, ((0,), (1,)), lists)
     assert check(schedule).crossed == crossed(schedule) == 1
     assert [check(generate(n, 4, 8)).crossed for n in ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2")] == [0] * 5
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("ranks, microbatches", [(2, 4), (4, 7), (8, 16)])
+def test_as_run_takes_as_long_and_holds_as_much(name, ranks, microbatches):
+    """B and W of the first stage are one action where they meet; all else stays."""
+    listed = generate(name, ranks, microbatches)
+    run, times = as_run(listed), even(listed, 1.0, 1.25, 0.75)
+    assert check(run).live == check(listed).live and crossed(run) == crossed(listed)
+    assert simulate(run, times).step == simulate(listed, times).step
+    for rank in range(ranks):
+        new = set(run.flat(rank)) - set(listed.flat(rank))
+        apart = [b for a in run.flat(rank) for b in ([a._replace(kind=k) for k in "BW"] if a in new else [a])]
+        assert apart == list(listed.flat(rank)) and all(a[:2] == ("BW", 0) for a in new)
+        assert not any(b[:2] == ("B", 0) and w == b._replace(kind="W") for b, w in itertools.pairwise(run.flat(rank)))

@@ -72,9 +72,10 @@ def test_the_input_gradient_alone_makes_no_weight_gradient(layout, monkeypatch):
         found[action.kind] = found.get(action.kind, 0) + counter.get_total_flops()
 
     monkeypatch.setattr(executor._Walk, "run", counted)
-    words = ["model.experts=0", "pp.degree=2", "pp.schedule=zb_h1"]
-    (first, _) = on_ranks(layout(*words), lambda trainer, batches: trainer.backward(batches) and dict(found))
-    assert first["F"] == first["B"] == first["W"] > 0
+    words = ["model.experts=0", "pp.degree=4", "pp.schedule=zb_h1"]
+    first, middle, *_ = on_ranks(layout(*words), lambda trainer, batches: trainer.backward(batches) and dict(found))
+    assert middle["F"] == middle["B"] == middle["W"] > 0
+    assert first["BW"] == 2 * first["F"] == 2 * middle["F"] and set(first) == {"F", "BW"}
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_h1", "zb_h2", "zbv", "v_min", "dualpipe", "dualpipe_v"])

@@ -13,7 +13,7 @@ from research.parallel.pp.check import check
 from research.parallel.pp.cut import FORM, LEGAL, cut_of, with_copies
 from research.parallel.pp.generate import FILE, generate, refusals, stages_of
 from research.parallel.pp.program import evaluation, program_of
-from research.parallel.pp.schedule import Schedule
+from research.parallel.pp.schedule import Schedule, as_run
 from research.train.action import Program
 
 KEYS = {"schedule": "pp.schedule", "ranks": "pp.degree", "microbatches": "train.microbatches"}
@@ -93,7 +93,7 @@ def stages_in(config: RunConfig) -> int:
 
 @cache
 def schedule_of(pp: PpConfig, microbatches: int) -> Schedule:
-    return generate(pp.schedule, pp.degree, microbatches, pp.stages_per_rank or None)
+    return as_run(generate(pp.schedule, pp.degree, microbatches, pp.stages_per_rank or None))
 
 
 @cache

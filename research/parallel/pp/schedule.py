@@ -1,7 +1,7 @@
 """A schedule: one list of actions a rank, and which stages each rank holds."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from research.train.action import Action, Entry, Overlap, parts
@@ -49,6 +49,22 @@ def restrict(schedule: Schedule, microbatches: int) -> Schedule:
 
     actions = tuple(tuple(k for entry in entries for k in kept(entry)) for entries in schedule.actions)
     return Schedule(schedule.name, schedule.stages, microbatches, schedule.holds, actions)
+
+
+def as_run(schedule: Schedule) -> Schedule:
+    """The same schedule as ranks run it. Nobody waits for B of the first stage: with its W right behind, the two are
+    one BW, which takes as long and makes weight gradients of what is still in the cache."""
+
+    def joined(entries: Sequence[Entry]) -> tuple[Entry, ...]:
+        result: list[Entry] = []
+        for entry in entries:
+            if isinstance(entry, Action) and entry[:2] == ("W", 0) and result[-1:] == [entry._replace(kind="B")]:
+                result.pop()
+                entry = entry._replace(kind="BW")
+            result.append(entry)
+        return tuple(result)
+
+    return replace(schedule, actions=tuple(joined(entries) for entries in schedule.actions))
 
 
 class Family(Protocol):
