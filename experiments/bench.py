@@ -3,7 +3,7 @@
     make bench                                               # every bench
     python -m experiments.bench layer repetitions=40         # this one; writes results/bench/layer.md and .json
 
-Both sides must first compute the same. Exit status 1 where they do not, or where what a bench compares with is missing.
+All sides must compute the same. Exit status 1 where they do not, or where what a bench compares with is missing.
 """
 
 import sys

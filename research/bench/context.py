@@ -11,9 +11,9 @@ from functools import partial
 import torch
 
 from research import comm
-from research.bench.side_by_side import Case, RankedCase, Side, Values
+from research.bench.side_by_side import RankedCase, RankedSide, Values
 from research.bench.torch_context import TorchRingTraining
-from research.bench.workload import STEPS, TOLERANCE, batch_of, config_of, losses_of, our_sides, sizes
+from research.bench.workload import STEPS, batch_of, beside, config_of, losses_of, sizes
 from research.config import RunConfig, replace
 from research.launch.process import Place
 from research.mesh import Mesh
@@ -26,26 +26,26 @@ RANKS = 2
 def cases() -> Iterator[RankedCase]:
     config = config_of("cp", {"degree": RANKS, "method": "ring", "balance": "zigzag"}, clip=0.0)
     name = f"cp {RANKS}, ring and zigzag, {sizes(config)}"
-    yield RankedCase(name, RANKS, config.launch, partial(case, config, name))
+    ring = RankedSide("torch's ring attention, DDP", partial(torchs, config))
+    yield beside(config, name, ring, RankedSide("one process", partial(one_process, config)))
 
 
-def case(config: RunConfig, name: str, place: Place, device: torch.device) -> Case:
-    """This rank's part of all three; of the one process, the first rank's is all."""
-    batch = batch_of(config)
-    mesh = Mesh.from_config(config, place.world, place.rank)
-    world, mine = mesh.group("world"), cut_batch(batch, config, mesh)
-    ours, plain = our_sides(config, mesh, device)
+def torchs(config: RunConfig, place: Place, device: torch.device) -> Callable[[], Values]:
+    """Their steps on this rank."""
+    mine = cut_batch(batch_of(config), config, Mesh.from_config(config, place.world, place.rank))
     whole = Trainer(replace(config, {"cp.degree": 1}), Mesh({}), device)
-    other = TorchRingTraining(config, {n: weight for n, _, weight in whole.storage.weights()}, device)
+    training = TorchRingTraining(config, {n: weight for n, _, weight in whole.storage.weights()}, device)
+    return lambda: {"losses": torch.stack([training.step(mine) for _ in range(STEPS)])}
 
-    def run_one() -> Values:
-        losses = losses_of(whole, batch) if place.rank == 0 else None
-        told = comm.gather_objects(losses, world, "losses")[0]
+
+def one_process(config: RunConfig, place: Place, device: torch.device) -> Callable[[], Values]:
+    """The first rank's part is all; the other waits to be told."""
+    world = Mesh.from_config(config, place.world, place.rank).group("world")
+    batch, whole = batch_of(config), Trainer(replace(config, {"cp.degree": 1}), Mesh({}), device)
+
+    def run() -> Values:
+        told = comm.gather_objects(losses_of(whole, batch) if place.rank == 0 else None, world, "losses")[0]
         assert told is not None
         return {"losses": told}
 
-    sides: dict[str, Callable[[], Values]] = {
-        "torch's ring attention, DDP": lambda: {"losses": torch.stack([other.step(mine) for _ in range(STEPS)])},
-        "one process": run_one,
-    }
-    return Case(name, 1, TOLERANCE, ours, [*(Side(n, run) for n, run in sides.items()), plain])
+    return run

@@ -4,14 +4,14 @@ Both take steps of clipped AdamW on one batch, in float32, from equal weights. A
 gradient, so that experts' gradients are alike is told by the norm.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 
-from research.bench.side_by_side import Case, RankedCase, Side, Values
+from research.bench.side_by_side import RankedCase, RankedSide, Values
 from research.bench.torch_expert import TorchExpertTraining
-from research.bench.workload import STEPS, TOLERANCE, batch_of, config_of, our_sides, sizes, values_of
+from research.bench.workload import STEPS, batch_of, beside, config_of, sizes, values_of
 from research.build import build
 from research.config import RunConfig, replace
 from research.launch.process import Place
@@ -28,19 +28,12 @@ def cases() -> Iterator[RankedCase]:
         moe = {**MOE, "model.experts": experts, "model.expert_ffn": width, "model.top_k": top_k}
         config = replace(config_of("dp", {"degree": RANKS}), moe)
         name = f"ep {RANKS}, {experts} experts of {width}, top {top_k}, {sizes(config)}"
-        yield RankedCase(name, RANKS, config.launch, partial(case, config, name))
+        yield beside(config, name, RankedSide("torch all_to_all_single, loop", partial(torchs, config)))
 
 
-def case(config: RunConfig, name: str, place: Place, device: torch.device) -> Case:
-    """This rank's part of both."""
-    batch = batch_of(config)
-    mesh = Mesh.from_config(config, place.world, place.rank)
-    mine = cut_batch(batch, config, mesh)
-    ours, plain = our_sides(config, mesh, device)
+def torchs(config: RunConfig, place: Place, device: torch.device) -> Callable[[], Values]:
+    """Their steps on this rank."""
+    mine = cut_batch(batch_of(config), config, Mesh.from_config(config, place.world, place.rank))
     whole = build(config, Mesh({}), device).model
-    other = TorchExpertTraining(config, dict(whole.named_parameters()), device)
-
-    def run_theirs() -> Values:
-        return values_of([other.step(mine) for _ in range(STEPS)])
-
-    return Case(name, 1, TOLERANCE, ours, [Side("torch all_to_all_single, loop", run_theirs), plain])
+    training = TorchExpertTraining(config, dict(whole.named_parameters()), device)
+    return lambda: values_of([training.step(mine) for _ in range(STEPS)])

@@ -1,22 +1,27 @@
 """Two or more implementations of one computation, timed side by side in one run.
 
 Machines are noisy, so what counts is a ratio: sides take turns, each repetition gives one ratio, the median counts. And
-nothing is timed that was not shown to be equal: a fast wrong answer is easy.
+no time is told of what was not shown to be equal: a fast wrong answer is easy.
 """
 
+import os
 import resource
 import statistics
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
 
 import torch
 from torch import Tensor
 
 from research.config import LaunchConfig
-from research.launch.local import start
+from research.launch.local import start_each
 from research.launch.process import Place
 
+PLAIN = ", torch's products"  # after the name of a side
 Values = Mapping[str, Tensor]  # losses, outputs, gradients: whatever must agree, by name
 
 
@@ -40,12 +45,12 @@ def by_torch(side: Side) -> Side:
         finally:
             torch.backends.mkldnn.set_flags(enabled)
 
-    return Side(f"{side.name}, torch's products", run)
+    return Side(side.name + PLAIN, run)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison: `ours` over each of `others`."""
+    """One comparison in this process: `ours` over each of `others`."""
 
     name: str
     threads: int  # CPU threads of this process
@@ -59,19 +64,41 @@ class Case:
 
 
 @dataclass(frozen=True)
+class RankedSide:
+    """A side that takes several ranks, each a process of this machine that knows no other side: what one keeps in its
+    heap does not slow another down."""
+
+    name: str
+    make: Callable[[Place, torch.device], Callable[[], Values]]  # a rank's part of it
+
+    def by_torch(self) -> "RankedSide":
+        """The same with torch's own products."""
+
+        def make(place: Place, device: torch.device) -> Callable[[], Values]:
+            return by_torch(Side(self.name, self.make(place, device))).run
+
+        return RankedSide(self.name + PLAIN, make)
+
+
+@dataclass(frozen=True)
 class RankedCase:
-    """A comparison of what takes several ranks, each a process of this machine. `make` gives a rank its part of it; all
-    ranks run the same side at a time, as its collectives make them meet."""
+    """A comparison of sides of so many ranks each. One side runs at a time."""
 
     name: str
     ranks: int
     launch: LaunchConfig
-    make: Callable[[Place, torch.device], Case]
+    tolerance: float
+    ours: RankedSide
+    others: Sequence[RankedSide]
 
     @property
     def threads(self) -> int:
-        """One each."""
+        """One a rank."""
         return self.ranks
+
+    @property
+    def sides(self) -> list[RankedSide]:
+        return [self.ours, *self.others]
 
 
 @dataclass(frozen=True)
@@ -96,71 +123,104 @@ class Result:
     wall_ratio: Quartiles
 
 
-def gate(case: Case) -> dict[str, float]:
-    """The largest relative error of each other side. Raises NotEqualError past the tolerance."""
-    torch.set_num_threads(case.threads)
-    ours, errors = case.ours.run(), {}
-    for side in case.others:
-        theirs = side.run()
-        if set(ours) != set(theirs):
-            names = ", ".join(sorted(set(ours) ^ set(theirs)))
-            raise NotEqualError(f"{case.name}: {case.ours.name} and {side.name} do not both have {names}")
-        worst = max(ours, key=lambda name: _error(ours[name], theirs[name]))
-        errors[side.name] = error = _error(ours[worst], theirs[worst])
-        if not error <= case.tolerance:
-            raise NotEqualError(
-                f"{case.name}: {worst} of {case.ours.name} and {side.name} differ by {error:.1e}, "
-                f"tolerance {case.tolerance:g}: nothing was timed"
-            )
-    return errors
-
-
 Seconds = tuple[float, float]  # CPU, wall
 
 
 @dataclass(frozen=True)
 class Taken:
-    """What was measured: by name of a side, times of each repetition, and of the others their error."""
+    """What was measured of one side."""
 
-    seconds: dict[str, list[Seconds]]
-    errors: dict[str, float]
-    ours: str
+    values: Values  # of its first run, which is not timed
+    seconds: Sequence[Seconds]  # of each repetition
 
 
 def compare(case: Case | RankedCase, repetitions: int, progress: Callable[[], None] = lambda: None) -> list[Result]:
-    """Gate, then time in turns."""
+    """Time in turns. Raises NotEqualError for sides that do not compute the same: in one process before they are timed,
+    of ranks afterwards."""
+    others = [side.name for side in case.others]
     if isinstance(case, Case):
-        taken = measure(case, repetitions, progress)
+        errors = gate(case)
+        ours, *theirs = _here(case, repetitions, progress)
     else:
-        make = case.make
-        ranks = start(lambda place, device: measure(make(place, device), repetitions), case.ranks, case.launch)
-        taken = together(ranks)
-    ours = taken.seconds[taken.ours]
-    return [_result(case, name, error, ours, taken.seconds[name]) for name, error in taken.errors.items()]
+        mine, *rest = _on_ranks(case, repetitions, progress)
+        errors = [
+            max(agree(case, other, a.values, b.values) for a, b in zip(mine, ranks, strict=True))
+            for other, ranks in zip(others, rest, strict=True)
+        ]
+        ours, *theirs = (together([taken.seconds for taken in ranks]) for ranks in (mine, *rest))
+    return [_result(case, *of_other, ours=ours) for of_other in zip(others, errors, theirs, strict=True)]
 
 
-def measure(case: Case, repetitions: int, progress: Callable[[], None] = lambda: None) -> Taken:
-    """The order reverses with each repetition, so that no side always runs on warm caches."""
-    errors = gate(case)
-    seconds: dict[str, list[Seconds]] = {side.name: [] for side in case.sides}
+def gate(case: Case) -> list[float]:
+    """The largest relative error of each other side."""
+    torch.set_num_threads(case.threads)
+    ours = case.ours.run()
+    return [agree(case, other.name, ours, other.run()) for other in case.others]
+
+
+def agree(case: Case | RankedCase, other: str, ours: Values, theirs: Values) -> float:
+    """The largest relative error of any value. Raises NotEqualError past the tolerance."""
+    if set(ours) != set(theirs):
+        names = ", ".join(sorted(set(ours) ^ set(theirs)))
+        raise NotEqualError(f"{case.name}: {case.ours.name} and {other} do not both have {names}")
+    worst = max(ours, key=lambda name: _error(ours[name], theirs[name]))
+    error = _error(ours[worst], theirs[worst])
+    if not error <= case.tolerance:
+        raise NotEqualError(
+            f"{case.name}: {worst} of {case.ours.name} and {other} differ by {error:.1e}, "
+            f"tolerance {case.tolerance:g}: their times say nothing"
+        )
+    return error
+
+
+def turns(sides: int, repetitions: int) -> Iterator[int]:
+    """Whose turn it is. The order reverses with each repetition, so that no side always runs on warm caches."""
     for repetition in range(repetitions):
-        for side in case.sides if repetition % 2 else reversed(case.sides):
-            seconds[side.name].append(_timed(side.run))
-        progress()
-    return Taken(seconds, errors, case.ours.name)
+        yield from range(sides) if repetition % 2 else reversed(range(sides))
 
 
-def together(ranks: Sequence[Taken]) -> Taken:
-    """CPU time of all ranks, wall time of the slowest, the largest errors."""
+def _here(case: Case, repetitions: int, progress: Callable[[], None]) -> list[list[Seconds]]:
+    seconds: list[list[Seconds]] = [[] for _ in case.sides]
+    for side in turns(len(seconds), repetitions):
+        seconds[side].append(_timed(case.sides[side].run))
+        if side == 0:
+            progress()
+    return seconds
 
-    def joined(times: Sequence[Seconds]) -> Seconds:
-        return sum(cpu for cpu, _ in times), max(wall for _, wall in times)
 
-    first = ranks[0]
-    seconds = {
-        name: [joined(times) for times in zip(*(r.seconds[name] for r in ranks), strict=True)] for name in first.seconds
-    }
-    return Taken(seconds, {name: max(r.errors[name] for r in ranks) for name in first.errors}, first.ours)
+def _on_ranks(case: RankedCase, repetitions: int, progress: Callable[[], None]) -> list[list[Taken]]:
+    """Of each side what each of its ranks took."""
+    meeting = get_context("fork").Barrier(len(case.sides) * case.ranks)
+    told, tell = os.pipe()
+
+    def body(mine: int, place: Place, device: torch.device) -> Taken:
+        run = case.sides[mine].make(place, device)
+        values, seconds = run(), []
+        for side in turns(len(case.sides), repetitions):
+            meeting.wait()
+            if side == mine:
+                seconds.append(_timed(run))
+                if mine == place.rank == 0:
+                    os.write(tell, b".")
+        return Taken(values, seconds)
+
+    def watch() -> None:
+        while os.read(told, 1):
+            progress()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        return start_each([partial(body, side) for side in range(len(case.sides))], case.ranks, case.launch)
+    finally:
+        os.close(tell)
+        watcher.join()
+        os.close(told)
+
+
+def together(ranks: Sequence[Sequence[Seconds]]) -> list[Seconds]:
+    """CPU time of all ranks, wall time of the slowest."""
+    return [(sum(cpu for cpu, _ in times), max(wall for _, wall in times)) for times in zip(*ranks, strict=True)]
 
 
 def cpu_s() -> float:
@@ -181,7 +241,9 @@ def _error(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).norm() / size) if size else float(a.double().norm())
 
 
-def _result(case: Case | RankedCase, other: str, error: float, ours: list[Seconds], theirs: list[Seconds]) -> Result:
+def _result(
+    case: Case | RankedCase, other: str, error: float, theirs: Sequence[Seconds], ours: Sequence[Seconds]
+) -> Result:
     cpu, wall = ([a[i] / b[i] for a, b in zip(ours, theirs, strict=True)] for i in (0, 1))
     ours_ms, other_ms = (1e3 * statistics.median(t[0] for t in side) for side in (ours, theirs))
     ratios = _quartiles(cpu), _quartiles(wall)

@@ -5,15 +5,15 @@ All take steps of AdamW on one batch, in float32, from equal weights: the loss o
 and optimizer agree, too.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 
 from research import comm
-from research.bench.side_by_side import Case, RankedCase, Side, Values
+from research.bench.side_by_side import RankedCase, RankedSide, Values
 from research.bench.torch_pipeline import TorchPipeline
-from research.bench.workload import STEPS, TOLERANCE, batch_of, config_of, our_sides, side, sizes
+from research.bench.workload import STEPS, TOLERANCE, batch_of, beside, config_of, sizes, training
 from research.build import build
 from research.config import RunConfig, replace
 from research.launch.process import Place
@@ -27,12 +27,11 @@ def cases() -> Iterator[RankedCase]:
     plain = config_of("pp", {"degree": STAGES}, microbatches=MICROBATCHES, clip=0.0)
     cut = replace(plain, {"tp.degree": TP, "tp.keep_gathered": True})  # torch keeps them, too
     for config in (plain, cut):
-        name = named(config)
-        yield RankedCase(name, total_ranks(config), config.launch, partial(beside_torch, config, name))
+        yield beside(config, named(config), RankedSide("torch pipelining", partial(torchs, config)))
     for schedule in SPLIT:
         config = replace(plain, {"pp.schedule": schedule})
-        name = named(config)
-        yield RankedCase(name, total_ranks(config), config.launch, partial(beside_ours, config, name, plain))
+        ours, theirs = (RankedSide(f"quintet {c.pp.schedule}", partial(training, c)) for c in (config, plain))
+        yield RankedCase(named(config), total_ranks(config), config.launch, TOLERANCE, ours, [theirs])
 
 
 def named(config: RunConfig) -> str:
@@ -40,22 +39,14 @@ def named(config: RunConfig) -> str:
     return f"pp {config.pp.degree}{tp}, {config.pp.schedule}, {MICROBATCHES} microbatches, {sizes(config)}"
 
 
-def beside_torch(config: RunConfig, name: str, place: Place, device: torch.device) -> Case:
-    """This rank's part of both."""
-    batch, mesh = batch_of(config), Mesh.from_config(config, place.world, place.rank)
-    ours, plain = our_sides(config, mesh, device)
+def torchs(config: RunConfig, place: Place, device: torch.device) -> Callable[[], Values]:
+    """Their steps on this rank."""
+    batch, world = batch_of(config), Mesh.from_config(config, place.world, place.rank).group("world")
     weights = dict(build(replace(config, {"pp.degree": 1, "tp.degree": 1}), Mesh({}), device).model.named_parameters())
-    other = TorchPipeline(config, weights, device)
+    pipeline = TorchPipeline(config, weights, device)
 
-    def run_theirs() -> Values:
-        losses = torch.stack([other.step(batch) for _ in range(STEPS)])
-        return {"losses": comm.all_reduce_(losses, mesh.group("world"), "loss") / config.tp.degree}
+    def run() -> Values:
+        losses = torch.stack([pipeline.step(batch) for _ in range(STEPS)])
+        return {"losses": comm.all_reduce_(losses, world, "loss") / config.tp.degree}
 
-    return Case(name, 1, TOLERANCE, ours, [Side("torch pipelining", run_theirs), plain])
-
-
-def beside_ours(config: RunConfig, name: str, other: RunConfig, place: Place, device: torch.device) -> Case:
-    """This rank's part of both schedules."""
-    mesh = Mesh.from_config(config, place.world, place.rank)
-    ours, theirs = (side(c, f"quintet {c.pp.schedule}", mesh, device) for c in (config, other))
-    return Case(name, 1, TOLERANCE, ours, [theirs])
+    return run

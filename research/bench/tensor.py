@@ -4,14 +4,14 @@ Both take steps of AdamW on one batch, in float32, from equal weights: the loss 
 and optimizer agree, too.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 
-from research.bench.side_by_side import Case, RankedCase, Side, Values
+from research.bench.side_by_side import RankedCase, RankedSide, Values
 from research.bench.torch_tensor import TorchTraining
-from research.bench.workload import STEPS, TOLERANCE, batch_of, config_of, our_sides, sizes
+from research.bench.workload import STEPS, batch_of, beside, config_of, sizes
 from research.config import RunConfig, replace
 from research.launch.process import Place
 from research.mesh import Mesh
@@ -25,17 +25,12 @@ def cases() -> Iterator[RankedCase]:
         tp = {"degree": RANKS, "sequence": sequence, "keep_gathered": sequence}  # torch keeps them, too
         config = config_of("tp", tp, clip=0.0)
         name = f"tp {RANKS}, {'sequence parallel' if sequence else 'repeated stream'}, {sizes(config)}"
-        yield RankedCase(name, RANKS, config.launch, partial(case, config, name))
+        yield beside(config, name, RankedSide("torch parallelize_module", partial(torchs, config)))
 
 
-def case(config: RunConfig, name: str, place: Place, device: torch.device) -> Case:
-    """This rank's part of both."""
-    batch, mesh = batch_of(config), Mesh.from_config(config, place.world, place.rank)
-    ours, plain = our_sides(config, mesh, device)
+def torchs(config: RunConfig, place: Place, device: torch.device) -> Callable[[], Values]:
+    """Their steps on this rank."""
     whole = Trainer(replace(config, {"tp.degree": 1}), Mesh({}), device)
-    other = TorchTraining(config, {n: weight for n, _, weight in whole.storage.weights()}, device)
-
-    def run_theirs() -> Values:
-        return {"losses": torch.stack([other.step(batch) for _ in range(STEPS)])}
-
-    return Case(name, 1, TOLERANCE, ours, [Side("torch parallelize_module", run_theirs), plain])
+    training = TorchTraining(config, {n: weight for n, _, weight in whole.storage.weights()}, device)
+    batch = batch_of(config)
+    return lambda: {"losses": torch.stack([training.step(batch) for _ in range(STEPS)])}

@@ -1,13 +1,15 @@
 """What the benches of whole training steps share: a decoder, its optimisation, one batch, and our side of the steps."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from research.bench.side_by_side import Side, Values, by_torch
+from research.bench.side_by_side import RankedCase, RankedSide, Values
 from research.config import RunConfig
-from research.mesh import Mesh
+from research.launch.process import Place
+from research.mesh import Mesh, total_ranks
 from research.models.batch import Batch
 from research.settings import from_mapping
 from research.train.loop import Trainer
@@ -38,17 +40,19 @@ def batch_of(config: RunConfig) -> Batch:
     return Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), positions, torch.zeros_like(positions))
 
 
-def side(config: RunConfig, name: str, mesh: Mesh, device: torch.device) -> Side:
-    """Our steps on this rank, in a training of its own: their losses, and the norm that clips."""
+def training(config: RunConfig, place: Place, device: torch.device) -> Callable[[], Values]:
+    """Our steps on this rank: their losses, and the norm that clips."""
+    mesh = Mesh.from_config(config, place.world, place.rank)
     batch, trainer = batch_of(config), Trainer(config, mesh, device)
     if config.train.clip:
-        return Side(name, lambda: values_of(steps_of(trainer, batch)))
-    return Side(name, lambda: {"losses": losses_of(trainer, batch)})
+        return lambda: values_of(steps_of(trainer, batch))
+    return lambda: {"losses": losses_of(trainer, batch)}
 
 
-def our_sides(config: RunConfig, mesh: Mesh, device: torch.device) -> tuple[Side, Side]:
-    """Ours, and the same with torch's products."""
-    return side(config, "quintet", mesh, device), by_torch(side(config, "quintet", mesh, device))
+def beside(config: RunConfig, name: str, *others: RankedSide) -> RankedCase:
+    """Our steps beside others, and beside the same with torch's products."""
+    ours = RankedSide("quintet", partial(training, config))
+    return RankedCase(name, total_ranks(config), config.launch, TOLERANCE, ours, [*others, ours.by_torch()])
 
 
 def losses_of(trainer: Trainer, batch: Batch) -> Tensor:

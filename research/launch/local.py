@@ -6,6 +6,7 @@ touched CUDA; the entry points and the tests leave all such work to the ranks.
 
 import contextlib
 import io
+import itertools
 import math
 import os
 import pickle
@@ -64,6 +65,18 @@ def start(
     seconds in all, TimeoutError names the ranks that are still at work. No process is left in any case. Where the
     ranks heed notices (`preemption`), a first SIGTERM is passed on and they end by themselves; SIGUSR1 always is.
     """
+    return start_each([function], world, config, limit_s, heeds)[0]
+
+
+def start_each(
+    functions: Sequence[Callable[[Place, torch.device], T]],
+    world: int,
+    config: LaunchConfig,
+    limit_s: float | None = None,
+    heeds: bool = False,
+) -> list[list[T]]:
+    """As `start`, each function on `world` ranks of its own, all at the same time: groups that know nothing of each
+    other, and end together."""
     if torch.get_num_threads() != 1:
         raise RuntimeError(
             "ranks are forked, which deadlocks once this process has run a threaded kernel: call "
@@ -75,10 +88,10 @@ def start(
         alive_read, alive_write = os.pipe()
         pipes: list[Connection] = []
         try:
-            for rank in range(world):
+            for group, rank in itertools.product(range(len(functions)), range(world)):
                 ours, theirs = context.Pipe(duplex=False)
-                place = Place(rank, world, rank, world)
-                arguments = (function, place, config, f"file://{folder}/rendezvous", theirs, alive_read, alive_write)
+                place, meeting = Place(rank, world, rank, world), f"file://{folder}/rendezvous-{group}"
+                arguments = (functions[group], place, config, meeting, theirs, alive_read, alive_write)
                 process = context.Process(target=_rank, args=arguments, name=f"rank {rank}", daemon=True)
                 process.start()
                 theirs.close()
@@ -88,7 +101,7 @@ def start(
             end = time.monotonic() + GRACE_S
             for process in ranks:
                 process.join(max(0.0, end - time.monotonic()))
-            return values
+            return [values[i : i + world] for i in range(0, len(values), world)]
         finally:
             for process in ranks:
                 process.kill()

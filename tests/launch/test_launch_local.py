@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from research.config import LaunchConfig
 from research.launch import local
-from research.launch.local import RankError, start
+from research.launch.local import RankError, start, start_each
 from research.launch.process import Place
 
 pytestmark = pytest.mark.timeout(60)
@@ -123,6 +123,22 @@ def test_values_come_back_by_rank(world: int) -> None:
 
     total = sum(range(1, world + 1))
     assert start(body, world, CPU) == [(Place(r, world, r, world), "cpu", total) for r in range(world)]
+
+
+def test_groups_meet_their_own_ranks_alone() -> None:
+    def scaled(by: float, place: Place, device: torch.device) -> tuple[Place, float]:
+        return place, by * summed(place, device)
+
+    first, second = start_each([partial(scaled, 1.0), partial(scaled, 10.0)], 2, CPU)
+    assert first == [(Place(r, 2, r, 2), 3.0) for r in range(2)]
+    assert second == [(Place(r, 2, r, 2), 30.0) for r in range(2)]
+
+
+def test_a_group_that_fails_ends_the_others(folder: Path) -> None:
+    hangs = partial(noted, folder, partial(sleeps, (0, 1)))
+    with pytest.raises(RankError, match=r"rank 1 failed first .*\n(?s:.*)mine"):
+        start_each([hangs, partial(fails, "raise", 1, "sleep")], 2, CPU)
+    assert gone_soon(pids(folder, 2))
 
 
 TOLD = {
