@@ -358,6 +358,9 @@ class TrainConfig:
             yield Problem("train.microbatches", self.microbatches, rule, f"1 to {self.global_batch}")
         if self.kernel == "flash" and self.dtype != "bfloat16":
             yield Problem("train.kernel", self.kernel, f"does not know train.dtype={self.dtype}", "sdpa, or bfloat16")
+        if self.kernel == "flash" and self.deterministic:
+            rule = "has a backward that is not deterministic, and train.deterministic=true"
+            yield Problem("train.kernel", self.kernel, rule, "sdpa, or train.deterministic=false")
         if self.kernel == "flash" and importlib.util.find_spec("flash_attn") is None:
             yield Problem("train.kernel", self.kernel, "needs the package flash-attn", "sdpa, or pip install .[flash]")
 

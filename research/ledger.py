@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 
 EVAL = "eval"  # the phase of an evaluation
+GENERATE = "generate"  # and of making text
+UNTIMED = (EVAL, GENERATE)  # no part of a step
 
 
 class Label(NamedTuple):
@@ -36,7 +38,7 @@ class Ledger:
     """Bytes are exact fractions, as 2 (n-1)/n of a buffer need not be whole."""
 
     def __init__(self) -> None:
-        self.phase = "setup"  # set by the executor and the loop: F, BW, optimizer or EVAL
+        self.phase = "setup"  # set by the executor and the loop: F, B, W, BW, optimizer, or one of UNTIMED
         self.allocates = "activations"  # what fresh memory is for; `communication` where a collective needs a buffer
         self.bytes: defaultdict[Label, Fraction] = defaultdict(Fraction)
         self.calls: defaultdict[Label, int] = defaultdict(int)
@@ -67,10 +69,10 @@ class Ledger:
 
     @contextmanager
     def waiting(self, meeting: Meeting, device: torch.device) -> Iterator[None]:
-        """Time in which compute stands still for its axis: host time on CPU, stream time on CUDA (no sync here). An
-        evaluation is no part of a step, so it is not timed."""
+        """Time in which compute stands still for its axis: host time on CPU, stream time on CUDA (no sync here). What
+        is no part of a step is not timed: nobody would read it."""
         self.last, axis = meeting, meeting.axis
-        if self.phase == EVAL:
+        if self.phase in UNTIMED:
             yield
         elif device.type == "cuda":  # the stream waits, the host goes on
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

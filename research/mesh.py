@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from research.config import RunConfig, degrees
@@ -191,10 +192,13 @@ class Mesh:
         Each direction has a group of its own, so that the two never wait for each other and messages arrive in the
         order of the sender, without tags, which NCCL does not know.
         """
+        made = len(self._made)
         group = self._across(f"{sender}>{receiver}", (sender, receiver))
-        assert connected(group.process_group), "a receive is posted before its send: NCCL must be connected by then"
         ranks = group.ranks if sender < receiver else group.ranks[::-1]
-        return dataclasses.replace(group, axis="pp", ranks=ranks, rank=ranks.index(self.rank))
+        way = dataclasses.replace(group, axis="pp", ranks=ranks, rank=ranks.index(self.rank))
+        if len(self._made) > made:
+            connect(way)
+        return way
 
     def _across(self, axis: str, stages: tuple[int, ...]) -> Group:
         def color(at: Coordinates) -> Hashable:
@@ -225,10 +229,18 @@ class Mesh:
         return dist.new_group(list(ranks), timeout=self._timeout)
 
 
-def connected(group: dist.ProcessGroup | None) -> bool:
-    """Whether a group can be used by one of its ranks before the others come: NCCL connects one that is bound to a
-    device when it is made, any other at its first use."""
-    return group is None or dist.get_backend(group) != dist.Backend.NCCL or group.bound_device_id is not None
+def connect(way: Group) -> None:
+    """Send one number along a new way. With NCCL two ranks wait for each other at their first message, even where the
+    group is bound to a device: a receive that is posted early could wait for ever, as its sender may be at such a
+    receive itself. All ranks make the same ways in the same order, so that here none waits in a circle."""
+    group = way.process_group
+    if group is None:
+        return
+    number = torch.zeros(1, device=group.bound_device_id)
+    if way.rank == 0:
+        dist.send(number, way.ranks[1], group)
+    else:
+        dist.recv(number, way.ranks[0], group)
 
 
 def total_ranks(config: RunConfig) -> int:

@@ -19,11 +19,11 @@ from research.config import RunConfig
 from research.generate.cache import Cache
 from research.generate.sample import choose, draw
 from research.generate.stages import Stages
+from research.ledger import GENERATE
 from research.models.batch import NOT_COUNTED, Batch
 from research.models.moe import MoE
 from research.models.seams import count, count_each, wire
 
-PHASE = "generate"  # in the ledger
 PROMPT_TOKENS = 8192  # of new prompts in one forward, but of one that is longer
 Ends = Callable[[Sequence[int]], str]  # made tokens -> why a sequence ends with the last of them, or ""
 
@@ -68,7 +68,7 @@ class Generation:
 
     def run(self) -> Iterator[int]:
         """Tokens that all texts together were given by each forward, until all have ended."""
-        self.mesh.ledger.phase = PHASE
+        self.mesh.ledger.phase = GENERATE
         while not all(t.ended for t in self.texts):
             new = self.admitted()
             batch, rows = self.batch(new)

@@ -45,8 +45,7 @@ def process_group(place: Place, config: LaunchConfig, init_method: str) -> Itera
             rank=place.rank,
             world_size=place.world,
             timeout=timedelta(seconds=config.backend_timeout_s),
-            # Bound to a device, NCCL connects a group when it is made; else at its first use, where both ends of a way
-            # would wait for each other: a pipeline asks for a message before its sender comes to it (`Mesh.way`).
+            # NCCL then connects groups when they are made, but for messages between two ranks (`mesh.connect`).
             device_id=device if device.type == "cuda" else None,
         )
     yield device

@@ -85,11 +85,16 @@ def causal_attention(
         if documents is not None:
             seen = seen & (documents[:, None, :, None] == documents[:, None, None])
     grouped = q.shape[1] != k.shape[1]
+    if (
+        grouped and seen is not None
+    ):  # with a mask, torch has grouped heads in no kernel of CUDA but one that keeps S x S
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        grouped = False
     o = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None, scale=scale, enable_gqa=grouped)
     return o.transpose(1, 2)
 
 
-CHUNK = 2**25  # logits at a time: 128 MiB of float32
+CHUNK = 2**25  # logits at a time, 128 MiB of float32, or more where the gradient of the head is as large anyway
 
 
 def cross_entropy(
@@ -107,7 +112,8 @@ def cross_entropy(
     `total` then reduce (.., n) over the ranks that hold the parts: each computes the same sum, and the gradients are
     those through its own rows. All ranks hold as many rows, so that they take as many tokens at a time.
     """
-    tokens = max(1, CHUNK // len(head))
+    # Each time, that gradient (V, D) is read and written: of too few tokens it would be most of the work.
+    tokens = max(1, CHUNK // len(head), x.shape[-1] // 2)
     if high is not None:
         head = head[: max(0, min(len(head), high - low))]
     y: Tensor = _CrossEntropy.apply(x, head, targets, low, tokens, torch.is_grad_enabled(), largest, total)
@@ -162,13 +168,13 @@ class _CrossEntropy(torch.autograd.Function):
 def spread(x: Tensor, index: Tensor, places: Tensor, starts: Tensor | None = None) -> Tensor:
     """x (T, D) -> x[index] (N, D). `places` (N,) says where the copies of each row of x stand, row after row; those of
     row t begin at starts[t], or there is one of each (N = T). Both directions read by index alone: no atomics."""
-    y: Tensor = _Spread.apply(x, index, places, starts)
+    y: Tensor = _Spread.apply(x, None, index, places, starts)
     return y
 
 
 def spread_beside(x: Tensor, beside: Tensor, index: Tensor, places: Tensor, starts: Tensor) -> Tensor:
     """As `spread`, with `beside` (N,) for one more column: (N, D + 1)."""
-    y: Tensor = _SpreadBeside.apply(x, beside, index, places, starts)
+    y: Tensor = _Spread.apply(x, beside, index, places, starts)
     return y
 
 
@@ -183,41 +189,27 @@ def _sums(y: Tensor, places: Tensor, starts: Tensor | None) -> Tensor:
 
 
 class _Spread(torch.autograd.Function):
-    """
+    """`beside` (N,), where it is given, is one more column of y. Such a y travels and nothing saves it: no recipe.
+
     forward   (T, D) -> (N, D)   y = x[index]
     backward  (N, D) -> (T, D)   dx[t] = sum over the copies of row t of dy
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, index: Tensor, places: Tensor, starts: Tensor | None) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.where = places, starts
+    def forward(ctx, x: Tensor, beside: Tensor | None, index: Tensor, places: Tensor, starts: Tensor | None) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.where, ctx.has_beside = (places, starts), beside is not None
+        if beside is not None:
+            y = F.pad(x, (0, 1)).index_select(0, index)
+            y[:, -1] = beside
+            return y
         if source := recipe_of(x):
             ctx.again = lambda ctx: source().index_select(0, index)
         return x.index_select(0, index)
 
     @staticmethod
     def backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
-        return _sums(dy, *ctx.where), None, None, None
-
-
-class _SpreadBeside(torch.autograd.Function):
-    """
-    forward   (T, D), (N,) -> (N, D+1)   y = x[index], beside
-    backward  (N, D+1) -> (T, D), (N,)   dx[t] = sum over the copies of row t of dy without its last column, which is db
-
-    It has no recipe for recompute: what it makes travels, and nothing saves it.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, beside: Tensor, index: Tensor, places: Tensor, starts: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.where = places, starts
-        y = F.pad(x, (0, 1)).index_select(0, index)
-        y[:, -1] = beside
-        return y
-
-    @staticmethod
-    def backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
-        return _sums(dy, *ctx.where)[:, :-1], dy[:, -1], None, None, None
+        dx = _sums(dy, *ctx.where)
+        return (dx[:, :-1], dy[:, -1], *[None] * 3) if ctx.has_beside else (dx, *[None] * 4)
 
 
 class _Collect(torch.autograd.Function):

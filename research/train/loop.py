@@ -1,6 +1,7 @@
 """Training on this rank: one visible loop over steps."""
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -64,6 +65,8 @@ class Trainer:
 
     def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device) -> None:
         torch.use_deterministic_algorithms(config.train.deterministic)
+        if config.train.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not, and torch says so
         self.config, self.mesh, self.device = config, mesh, device
         self.world = mesh.group("world")
         self.built = build(config, mesh, device, later=makes_parameters(config))
@@ -124,9 +127,10 @@ class Trainer:
         return torch.cat([numbers, sums.asked])
 
     def read(self, index: int, sums: Sums, numbers: Tensor) -> tuple[list[float], bool]:
-        """The numbers of a queued step, and whether it was made: the one host sync of a step. Raises
-        FloatingPointError on every rank where the numbers are not finite and `train.nonfinite` says stop, or where as
-        many steps in a row were skipped that training has ended by itself."""
+        """The numbers of a queued step, and whether it was made. Here the host waits for the device; what else a step
+        tells (loads, times of waiting) is there by then. Raises FloatingPointError on every rank where the numbers are
+        not finite and `train.nonfinite` says stop, or where as many steps in a row were skipped that training has ended
+        by itself."""
         known, count = numbers.tolist(), len(sums.totals) + 1
         values, self.stopping = known[:count], any(known[count:])
         finite = all(math.isfinite(v) for v in values)

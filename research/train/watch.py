@@ -104,7 +104,9 @@ def traced(steps: Iterable[Step], config: RunConfig, first: int = 0) -> Iterator
             profiler.stop()
             path = Path(config.record.folder) / "traces" / f"{run_id(config)}.json"
             path.parent.mkdir(parents=True, exist_ok=True)
-            profiler.export_chrome_trace(str(path))
+            unfinished = path.with_name(f".{path.name}")
+            profiler.export_chrome_trace(str(unfinished))
+            unfinished.replace(path)
         yield step
         if step.index == last - 1:
             profiler.start()

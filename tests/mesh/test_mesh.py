@@ -2,14 +2,17 @@
 
 import itertools
 import time
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from research.config import ConfigError, RunConfig, replace
+from research import comm
+from research.config import ConfigError, LaunchConfig, RunConfig, replace
+from research.launch.local import start
 from research.launch.process import fake_process_group
-from research.mesh import DENSE, EXPERT, Layout, Mesh, connected, total_ranks
+from research.mesh import DENSE, EXPERT, Layout, Mesh, total_ranks
 from research.settings import load
 
 SIZES = [
@@ -55,16 +58,34 @@ def test_stage_and_world():
         assert mesh.group("world").ranks == tuple(range(16))
 
 
-def test_a_way_over_nccl_must_be_connected_before_its_first_message(monkeypatch):
-    """Else a receive that is posted early, and its send, would wait for each other."""
-    with fake_process_group(2, 0):
-        mesh = Mesh({"pp": 2}, 0, fake=True)
-        assert mesh.way(0, 1).size == 2
-        monkeypatch.setattr(dist, "get_backend", lambda group: dist.Backend.NCCL)
-        with pytest.raises(AssertionError, match="NCCL must be connected"):
-            mesh.way(1, 0)
-        dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
-        assert connected(dist.group.WORLD)
+def early_receives(place, device):
+    """Both ranks post a receive before they send, over groups that connect as those of NCCL do."""
+    mesh, connected = Mesh({"pp": 2}, place.rank), set()
+    real = {name: getattr(dist, name) for name in ("send", "recv", "isend", "irecv")}
+
+    def first(name, t, other, group):
+        if group not in connected:
+            connected.add(group)
+            here, there = torch.zeros(1), torch.zeros(1)
+            for work in (real["isend"](here, other, group), real["irecv"](there, other, group)):
+                work.wait()
+        return real[name](t, other, group)
+
+    for name in real:
+        setattr(dist, name, partial(first, name))
+    out, back = mesh.way(0, 1), mesh.way(1, 0)
+    mine, theirs = (out, back) if place.rank == 0 else (back, out)
+    x = torch.full((3,), float(place.rank))
+    coming = comm.start_receive(torch.empty(3), theirs, "test")
+    comm.start_send(x, mine, "test").wait()
+    return coming.wait().tolist()
+
+
+def test_ways_are_connected_when_they_are_made(monkeypatch):
+    assert start(early_receives, 2, LaunchConfig(), 30) == [[1.0] * 3, [0.0] * 3]
+    monkeypatch.setattr("research.mesh.connect", lambda way: None)
+    with pytest.raises(TimeoutError):
+        start(early_receives, 2, LaunchConfig(), 3)
 
 
 def test_expert_ranks_must_fold():

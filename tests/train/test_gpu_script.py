@@ -57,7 +57,8 @@ def test_flash_attention_takes_our_shapes(monkeypatch):
 
 def test_flash_attention_is_refused_where_it_cannot_run():
     with pytest.raises(ConfigError) as caught:
-        load(None, ["train.kernel=flash", "model.document_mask=true"])
+        load(None, ["train.kernel=flash", "model.document_mask=true", "train.deterministic=true"])
     assert "train.kernel=flash does not know model.document_mask=true; legal: sdpa, or false" in str(caught.value)
     assert "train.kernel=flash does not know train.dtype=float32; legal: sdpa, or bfloat16" in str(caught.value)
     assert "train.kernel=flash needs the package flash-attn" in str(caught.value)
+    assert "is not deterministic, and train.deterministic=true; legal: sdpa, or train.d" in str(caught.value)

@@ -139,7 +139,8 @@ class Saver:
 
         def write() -> None:
             if copied is not None:
-                copied.synchronize()
+                with torch.cuda.device(copied.device):  # a new thread would wake the node's first one
+                    copied.synchronize()
             target = step_folder(self.folder, step)
             self._ranks.save(target, lambda: new_number(map(number_of, complete(self.folder))), state, staged, pace)
             if self._ranks.rank == 0:
