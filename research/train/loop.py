@@ -1,7 +1,6 @@
 """Training on this rank: one visible loop over steps."""
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -65,8 +64,6 @@ class Trainer:
 
     def __init__(self, config: RunConfig, mesh: Mesh, device: torch.device) -> None:
         torch.use_deterministic_algorithms(config.train.deterministic)
-        if config.train.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not, and torch says so
         self.config, self.mesh, self.device = config, mesh, device
         self.world = mesh.group("world")
         self.built = build(config, mesh, device, later=makes_parameters(config))

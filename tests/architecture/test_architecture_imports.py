@@ -45,7 +45,7 @@ MAY_IMPORT = {
     "research.train.action": "",
     "research.train": "attempts config settings files ledger mesh comm record data models parallel.axis built build "
     "launch train",
-    "research.generate": "build built comm config data generate launch mesh models parallel.axis train.action "
+    "research.generate": "build built comm config data generate launch ledger mesh models parallel.axis train.action "
     "train.handover train.checkpoint weights",
     "research.report": "ablation attempts config settings files record report",
     "research.report.dry": "config data launch.process mesh train.loop train.memory train.optim train.run",
