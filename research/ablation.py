@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -145,6 +146,8 @@ def _factor(name: str, levels: Any, problems: list[Problem]) -> Levels:
     """Levels of a factor that is a key with values, or a name with levels of several words each."""
     if isinstance(levels, list) and levels:
         words = [settings.word(name, value) for value in levels]
+        twice = [word.partition("=")[2] for word, count in Counter(words).items() if count > 1]
+        problems += [Problem(f"product.{name}", value, "is a level twice") for value in twice]
         return {word: (word,) for word in words}
     return _levels(f"product.{name}", levels, "values of a key, or levels with their words", FACTORS[1], problems)
 
@@ -199,9 +202,19 @@ def plan(ablation: Ablation, words: Sequence[str] = (), checks: Sequence[Check] 
             found, wrong = _runs_of(ablation, arm, words, checks)
             made.runs.extend(found)
             problems += [Problem(f"arm {arm}: {p.key}", p.value, p.rule, p.legal) for p in wrong]
+    problems += _of_a_shared_folder(made.runs)
     if problems:
         raise ConfigError(list({str(p): p for p in problems}.values()))
     return made
+
+
+def _of_a_shared_folder(runs: Sequence[RunConfig]) -> Iterator[Problem]:
+    """Runs that would go on from each other's checkpoints, and remove them."""
+    used = Counter(c.checkpoint.folder for c in runs if c.checkpoint.every)
+    for folder, count in used.items():
+        if folder and count > 1:
+            rule = f"would hold the checkpoints of {count} runs"
+            yield Problem("checkpoint.folder", folder, rule, "empty: each run then has one of its own in record.folder")
 
 
 def why_impossible(ablation: Ablation, words: Sequence[str], checks: Sequence[Check]) -> dict[str, str]:
@@ -217,6 +230,10 @@ def _runs_of(
     found: list[RunConfig] = []
     problems: list[Problem] = []
     theirs = [*ablation.arms[arm], *words]
+    keys = Counter(word.partition("=")[0] for word in ablation.arms[arm])
+    problems += [Problem(key, None, "is set more than once") for key, count in keys.items() if count > 1]
+    if "record.folder" in keys:
+        problems.append(Problem("record.folder", None, "is one for all arms", "a word after the name of the file"))
     for seed, repeat in itertools.product(ablation.seeds, range(ablation.repeats)):
         labels: dict[str, Scalar] = {"record.ablation": ablation.name, "record.arm": arm}
         labels |= {"record.repeat": repeat, "train.seed": seed}

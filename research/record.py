@@ -69,7 +69,7 @@ class Row:
     step_ms: float  # median, warm-up steps left out
     step_ms_iqr: float  # interquartile range
     timed_steps: int  # 0: the run was all warm-up, and speed is NaN
-    wall_s: float
+    wall_s: float  # since it was started, or resumed
     flops_per_token: int  # forward and backward of the model, by the convention that is named next
     flops_convention: str
     tflops_per_rank: float  # reached

@@ -4,7 +4,7 @@ import math
 import platform
 import statistics
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -67,7 +67,8 @@ def make_row(
 ) -> Row:
     """The row of a finished run, as this rank saw it. Every rank must call it; memory is measured in one more step,
     on `next_batch`, which is not timed and changes no weight. Bytes and waits are those of steps, without evaluations.
-    Losses, norms, evaluations and tokens are those of all steps, also of those before the run was resumed.
+    Losses, norms, evaluations, tokens and choices of experts are those of all steps, also of those before the run was
+    resumed.
     """
     config, built, ledger, history = trainer.config, trainer.built, trainer.mesh.ledger, checkpoints.history
     timed = timed_steps(steps, config.record.warmup_steps, config.record.profile)
@@ -75,7 +76,7 @@ def make_row(
     mine = (
         {(k.axis, f"{k.purpose}/{k.op}/{k.phase}"): float(v / len(steps)) for k, v in of_steps.items()},
         _exposed(timed),
-        _loads(steps),
+        {name: Load(*load.tolist()) for name, load in history.loads.items()},
         peak_bytes(trainer, next_batch),  # last, as its step is counted too
     )
     sent, waits, loads, peaks = zip(*comm.gather_objects(mine, trainer.world, "row"), strict=True)
@@ -129,18 +130,6 @@ def make_row(
         mtp_losses=[list(of_depth) for of_depth in zip(*history.ahead, strict=True)],
         **_evaluations(history.evals, held_out),
     )
-
-
-def _loads(steps: Sequence[Step]) -> dict[str, Load]:
-    """What experts were given over all steps, by MoE layer of this rank's stage."""
-
-    def total(of_steps: Iterable[Sequence[int]]) -> list[int]:
-        return [sum(each) for each in zip(*of_steps, strict=True)]
-
-    return {
-        name: Load(total(s.loads[name].choices for s in steps), total(s.loads[name].dropped for s in steps))
-        for name in steps[-1].loads
-    }
 
 
 class Evaluations(TypedDict, total=False):

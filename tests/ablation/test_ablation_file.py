@@ -164,6 +164,7 @@ def test_a_product_is_every_combination_but_what_is_excluded(ablation) -> None:
         ({"product": PRODUCT, "exclude": [{"tp": 2}]}, "exclude.tp is no factor; legal: dp.degree, model"),
         ({"product": PRODUCT, "exclude": [{"dp.degree": 4}]}, "exclude={'dp.degree': 4} excludes nothing"),
         ({"product": PRODUCT, "exclude": [{"dp.degree": [1, 2]}]}, "exclude=[{'dp.degree': [1, 2]}] leaves no arm"),
+        ({"product": {"train.lr": [0.001, 1e-3]}}, "product.train.lr=0.001 is a level twice"),
         ({"product": {"x": {"one": []}}}, "product: one is the name of an arm as well"),
         ({"repeats": 0}, "repeats=0 is not a number of repetitions"),
         ({"repeats": True}, "repeats=true is not a number of repetitions"),
@@ -202,6 +203,34 @@ def test_an_arm_with_checkpoints_goes_on_from_them(ablation, tmp_path: Path) -> 
     arms = {"one": [], "saves": ["checkpoint.every=2"], "elsewhere": ["checkpoint.every=2", "checkpoint.resume=latest"]}
     found = plan(read(ablation(arms=arms)))
     assert [c.checkpoint.resume for c in found.runs] == ["", "auto", "latest"]
+
+
+def test_runs_with_checkpoints_share_no_folder(ablation) -> None:
+    """They would go on from each other's, and remove them."""
+    words = ["checkpoint.every=2", "checkpoint.folder=mine"]
+    with pytest.raises(ConfigError) as caught:
+        plan(read(ablation(seeds=[0, 1])), words, CHECKS)
+    (line,) = told(caught)
+    assert line.startswith("checkpoint.folder=mine would hold the checkpoints of 4 runs; legal: empty")
+    (alone,) = plan(read(ablation(arms={"one": []})), words, CHECKS).runs
+    assert alone.checkpoint.folder == "mine"
+
+
+def test_a_key_that_an_arm_sets_twice_is_told(ablation) -> None:
+    """One of the two would be overridden, and the arm not be what its name says."""
+    levels = {"a": ["dp.degree=2"], "b": ["dp.degree=2", "dp.zero=1"]}
+    product = {"zero": levels, "train.steps": [3, 4], "again": {"c": ["dp.degree=1"]}}
+    with pytest.raises(ConfigError) as caught:
+        plan(read(ablation(arms={"twice": ["train.lr=1", "train.lr=2"]}, product=product)), (), CHECKS)
+    arms = ["twice: train.lr", *(f"{z}+train.steps={n}+c: dp.degree" for z in "ab" for n in (3, 4))]
+    assert [line.partition(" is set more than once")[0] for line in told(caught)] == [f"arm {arm}" for arm in arms]
+
+
+def test_the_folder_of_rows_is_one_for_all_arms(ablation) -> None:
+    path = ablation(arms={"a": [], "b": ["record.folder=other"]})
+    with pytest.raises(ConfigError, match=r"arm b: record\.folder is one for all arms; legal: a word after"):
+        plan(read(path), (), CHECKS)
+    assert {c.record.folder for c in plan(read(ablation()), ["record.folder=other"], CHECKS).runs} == {"other"}
 
 
 def test_arms_are_named_by_patterns() -> None:

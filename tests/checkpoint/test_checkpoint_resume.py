@@ -23,7 +23,10 @@ from research.train.optim import learning_rate
 from research.train.proof import TOLERANCE
 from research.train.run import global_batches, open_tokens, run
 
-OF_THE_RUN = ("losses", "grad_norms", "loss", "tokens", "skipped_steps", "evals", "eval_loss", "mtp_losses")
+OF_THE_RUN = (
+    *("losses", "grad_norms", "loss", "tokens", "skipped_steps", "evals", "eval_loss", "mtp_losses"),
+    *("expert_choices", "dropped_choices", "max_violation"),
+)
 
 
 def all_tensors(place):
@@ -305,6 +308,9 @@ def test_a_run_that_lost_nothing_but_its_row_makes_its_last_steps_again(configur
     row_path(tmp_path, whole.run_id).unlink()
     with pytest.raises(ConfigError, match="are made already"):
         trained(*words)
+    last = newest(folder_of(config))
+    reopen(replace(config, {"checkpoint.folder": str(folder_of(config)), "train.lr": 0.1}))  # another run's
+    assert newest(folder_of(config)) == last
     reopen(config)
     again = trained(*words)
     assert (again.resumed_step, again.losses) == (4, whole.losses)

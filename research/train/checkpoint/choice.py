@@ -77,7 +77,7 @@ def reopen(config: RunConfig) -> None:
     if last is None or row_path(config.record.folder, run_id(config)).exists():
         return
     with contextlib.suppress(CheckpointError):  # a damaged one is to be named
-        if read_index(last).state.get("step", -1) >= config.train.steps:
+        if read_index(last).state.get("step", -1) >= config.train.steps and not list(_differences(config, last)):
             shutil.rmtree(last)
 
 

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from research.built import Built
 from research.config import RunConfig
 from research.mesh import Group
 from research.settings import flat, to_mapping
@@ -24,6 +26,7 @@ from research.train.loop import Step, Trainer
 from research.train.storage import Storage
 
 HISTORY = "history/"
+LOADS = f"{HISTORY}loads/"  # and the name of a MoE layer
 RECORDED = ("losses", "norms", "evals", "ahead")  # fields of `History` that are lists
 # The step tells the place in the data only where these agree, and the text itself.
 MUST_AGREE = ("data.weights", "data.heldout", "data.sequence", "train.global_batch", "train.seed")
@@ -39,6 +42,7 @@ class History:
     ahead: list[list[float]] = field(default_factory=list)  # of each step, by depth of multi-token prediction
     skipped: int = 0
     tokens: int = 0  # of the steps that were made
+    loads: dict[str, Tensor] = field(default_factory=dict)  # by MoE layer of this rank's stages (2, E), as `Load`
 
     @property
     def steps(self) -> int:
@@ -50,6 +54,8 @@ class History:
         self.ahead.append(list(step.ahead))
         self.skipped += step.skipped
         self.tokens += 0 if step.skipped else step.tokens
+        for name, load in step.loads.items():
+            self.loads[name] = torch.tensor(load) + self.loads.get(name, 0)
         if step.eval_loss is not None:
             self.evals.append([step.index + 1, step.eval_loss])
 
@@ -76,10 +82,19 @@ def writes_copy(name: str, copies: Group) -> bool:
     return zlib.crc32(name.encode()) % copies.size == copies.rank
 
 
-def history_pieces(history: History) -> Iterator[Piece]:
-    for name in RECORDED:
-        tensor = torch.tensor(getattr(history, name), dtype=torch.float64)
-        yield Piece(HISTORY + name, tuple(tensor.shape), tuple((0, n) for n in tensor.shape), tensor)
+def history_pieces(history: History, built: Built) -> Iterator[Piece]:
+    """Those that this rank writes: what all know is the first one's, loads are the first one's that has them."""
+    if built.mesh.rank == 0:
+        for name in RECORDED:
+            yield _whole(HISTORY + name, torch.tensor(getattr(history, name), dtype=torch.float64))
+    if built.mesh.group("stage").rank == 0:
+        for name, load in history.loads.items():
+            if built.first_holds(f"{name}.ffn.router"):
+                yield _whole(LOADS + name, load)
+
+
+def _whole(name: str, tensor: Tensor) -> Piece:
+    return Piece(name, tuple(tensor.shape), tuple((0, n) for n in tensor.shape), tensor)
 
 
 def state_of(trainer: Trainer, history: History, corpus: str) -> dict[str, Any]:
@@ -97,9 +112,7 @@ def state_of(trainer: Trainer, history: History, corpus: str) -> dict[str, Any]:
 
 def save_everything(trainer: Trainer, history: History, corpus: str) -> tuple[list[Piece], dict[str, Any]]:
     """Pieces and state of a training as it stands between two steps."""
-    pieces = list(pieces_of(trainer.storage))
-    if trainer.mesh.rank == 0:
-        pieces += history_pieces(history)
+    pieces = [*pieces_of(trainer.storage), *history_pieces(history, trainer.built)]
     return pieces, state_of(trainer, history, corpus)
 
 
@@ -117,6 +130,9 @@ def restore(trainer: Trainer, checkpoint: Path, ranks: Ranks, corpus: str) -> Hi
     for name in RECORDED:
         if HISTORY + name in index.tensors:  # no empty one is stored
             setattr(history, name, read_tensor(checkpoint, index, HISTORY + name).tolist())
+    for name, _ in trainer.built.model.named_modules():
+        if LOADS + name in index.tensors:
+            history.loads[name] = read_tensor(checkpoint, index, LOADS + name)
     return history
 
 
