@@ -43,6 +43,8 @@ LAYOUTS = [
     "tp.degree=2 tp.sequence=false",
     "tp.degree=4",  # two ranks with a copy of each kv head
     "tp.degree=4 tp.sequence=false model.qk_norm=all model.window=7",
+    "tp.degree=2 tp.overlap=7",  # more pieces than tokens
+    "tp.degree=2 tp.overlap=7 tp.sequence=false",
     "dp.degree=3",
     "dp.degree=6",  # ranks without a text
     "tp.degree=2 dp.degree=2 model.vocab=251 model.tied=true generate.cache_tokens=36",

@@ -1,7 +1,8 @@
 """The products at whose edges activations change hands, each beside its communication.
 
 B batch, S = n*s tokens, D model, O output and I input width on this rank, n tp ranks. A piece is a run of the s tokens
-of every rank, so that pieces come and go one by one while the product of another is under way (`tp.overlap`).
+of every rank, so that pieces come and go one by one while the product of another is under way (`tp.overlap`). There are
+no more of them than tokens, which in generation may be few.
 
 A weight gradient that is put off to W (`Products.gradients`) keeps what it needs: the inputs of `column` as they are
 here, s of their tokens, which it gathers in W; of `row` the gathered output gradient.
@@ -98,14 +99,14 @@ class _RowRepeated(torch.autograd.Function):
     def forward(ctx, x: Tensor, w: Tensor, group: Group, products: Products, pieces: int) -> Tensor:  # type: ignore[no-untyped-def]
         ctx.about = group, products, pieces, w
         ctx.save_for_backward(x, w)
-        parts = (linear(part, w) for part in x.tensor_split(pieces, 1))
+        parts = (linear(part, w) for part in _cut(x, pieces, 1))
         return _arrived([comm.start_all_reduce(part, group, "row") for part in parts])
 
     @staticmethod
     def backward(ctx, dy: Tensor):  # type: ignore[no-untyped-def]
         group, products, pieces, weight = ctx.about
         x, w = ctx.saved_tensors
-        parts = [part.clone(memory_format=torch.contiguous_format) for part in dy.tensor_split(pieces, 1)]
+        parts = [part.clone(memory_format=torch.contiguous_format) for part in _cut(dy, pieces, 1)]
         sums = [comm.start_all_reduce(part, group, "row") for part in parts]
         dx = _side_by_side([linear(s.wait(), w.T) for s in sums])
         (dw,) = products.gradients([weight], lambda: [weight_gradient(_side_by_side(parts), x)])
@@ -116,8 +117,8 @@ def _gathered_product(
     x: Tensor, group: Group, purpose: str, pieces: int, weights: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
     """x (B, s, D) -> gathered X (B, S, D), and X w^T for each weight: each piece multiplied while the next travels."""
-    coming = [comm.start_all_gather(piece, group, purpose) for piece in x.tensor_split(pieces, 1)]
-    if pieces == 1:
+    coming = [comm.start_all_gather(piece, group, purpose) for piece in _cut(x, pieces, 1)]
+    if len(coming) == 1:
         gathered = comm.joined(coming[0].wait(), 1)
         return gathered, [linear(gathered, w) for w in weights]
     parts, products = [], []
@@ -144,12 +145,17 @@ def _sum_of_products(xs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
     return y
 
 
+def _cut(x: Tensor, pieces: int, dim: int) -> Sequence[Tensor]:
+    """Along dim; lengths differ by one at most, and none is 0."""
+    return x.tensor_split(min(pieces, x.shape[dim]), dim)
+
+
 def _pieces(x: Tensor, n: int, pieces: int) -> Iterator[Tensor]:
-    """(B, S, ..) -> a run of every rank's tokens each; their lengths differ by one at most."""
+    """(B, S, ..) -> a run of every rank's tokens each."""
     if pieces == 1:
         yield x
         return
-    for part in x.unflatten(1, (n, -1)).tensor_split(pieces, 2):
+    for part in _cut(x.unflatten(1, (n, -1)), pieces, 2):
         yield part.flatten(1, 2)
 
 
