@@ -152,9 +152,10 @@ class _CrossEntropy(torch.autograd.Function):
                 e.mul_((counted / sums)[:, None])
                 if len(head):
                     e.scatter_(-1, own, e.gather(-1, own) - mine.to(wide) * counted[:, None])
-                d = e.to(x.dtype)
-                dx[at] = linear(d, head.T)
-                dhead.add_(weight_gradient(d, here))
+                e = e.to(x.dtype)
+                dx[at] = linear(e, head.T)
+                dhead.add_(weight_gradient(e, here))
+            del e  # the next ones are not to be made beside them
         if wanted:
             ctx.save_for_backward(dx, dhead)
         return loss
