@@ -1,12 +1,19 @@
-"""The loss of a few tokens at a time: what it holds of logits, and how exact it is."""
+"""The loss of a few tokens at a time: what it holds of logits, and how exact it is, on one rank and on several."""
 
 from collections import deque
+from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from research import comm
+from research.config import LaunchConfig
+from research.launch.local import start
 from research.ledger import Ledger
+from research.mesh import Mesh
 from research.models import kernels
+from research.parallel import tp
 from research.train.memory import MemoryMeter
 
 N, V = 256, 4096  # tokens, rows of the head
@@ -56,3 +63,53 @@ def test_planted_logits_that_outlive_the_next(monkeypatch, dtype):
     monkeypatch.setattr(kernels, "linear", holding)
     monkeypatch.setattr(kernels, "CHUNK", 16 * V)
     assert excess(2, 16, dtype) > 0.2
+
+
+def sides(dtype, peak, place, device):
+    """Nine rows over ranks that hold 12 together, the largest logit as given: this rank's loss and gradients, and
+    those of torch."""
+    generator = torch.Generator().manual_seed(0)
+    x, head = (torch.randn(n, 8, generator=generator, dtype=dtype) for n in (20, 12))
+    x *= peak / (x @ head[:9].T).max()
+    targets = torch.randint(-1, 9, (20,), generator=generator)
+    group = Mesh({"tp": place.world}, place.rank).group("tp")
+    x = x[None].requires_grad_()
+    mine = head.chunk(place.world)[place.rank].clone().requires_grad_()
+    loss = tp.cross_entropy(group, 9, False)(x, mine, targets[None])
+    whole = head[:9].clone().requires_grad_()
+    want = F.cross_entropy(x[0] @ whole.T, targets, ignore_index=-1, reduction="sum")
+    ours, torchs = torch.autograd.grad(loss, (x, mine)), torch.autograd.grad(want, (x, whole))
+    return (loss.detach(), *ours), (want.detach(), *torchs)
+
+
+def require_equal(world, dtype, peak, rtol):
+    ranks = start(partial(sides, dtype, peak), world, LaunchConfig(threads=1), 60.0)
+    losses, dxs, dheads = zip(*(ours for ours, _ in ranks), strict=True)
+    loss, dx, dhead = ranks[0][1]
+    close = partial(torch.testing.assert_close, rtol=rtol)
+    close(sum(losses), loss, atol=0)
+    close(sum(dxs), dx, atol=rtol * float(dx.abs().max()))
+    close(torch.cat(dheads)[:9], dhead, atol=rtol * float(dhead.abs().max()))
+    assert not torch.cat(dheads)[9:].any()
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])  # of four, the last one holds padding alone
+def test_loss_and_gradients_equal_torchs(monkeypatch, world):
+    """Four tokens at a time."""
+    monkeypatch.setattr(kernels, "CHUNK", 9)
+    require_equal(world, torch.float64, 10, 1e-12)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_large_logits_in_float32(world):
+    """Float32 does not reach the exponential of 150. It rounds such a logit by 1e-5, and so each probability."""
+    require_equal(world, torch.float32, 150, 1e-4)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_planted_softmax_without_its_maximum(monkeypatch, world):
+    real = comm.all_reduce_
+    monkeypatch.setattr(comm, "all_reduce_", lambda t, *to: torch.zeros_like(t) if comm.MAX in to else real(t, *to))
+    require_equal(world, torch.float64, 10, 1e-12)
+    with pytest.raises(AssertionError, match="got inf"):
+        require_equal(world, torch.float32, 150, 1e-4)

@@ -162,30 +162,3 @@ def test_planted_recipe_that_is_a_little_off(prove, monkeypatch):
     monkeypatch.setattr(recipes.Recipe, "__call__", lambda self: real(self) * (1 + 1e-6))
     findings = prove("tp.degree=2", "train.recompute=selective")
     assert fails(findings, "gradient") and next(f for f in findings if f.what == "loss" and f.name == "step 0").passed
-
-
-def loss_and_gradients(place, device):
-    """Nine rows over four ranks: 3, 3, 3 and none; three tokens at a time."""
-    generator = torch.Generator().manual_seed(0)
-    x, head = (torch.randn(n, 8, generator=generator, dtype=torch.float64) for n in (20, 12))
-    targets = torch.randint(-1, 9, (20,), generator=generator)
-    group = Mesh({"tp": place.world}, place.rank).group("tp")
-    x = x[None].requires_grad_()
-    mine = head.chunk(place.world)[place.rank].clone().requires_grad_()
-    loss = tp.cross_entropy(group, 9, False)(x, mine, targets[None])
-    dx, dhead = torch.autograd.grad(loss, (x, mine))
-    whole = head[:9].clone().requires_grad_()
-    want = torch.nn.functional.cross_entropy(x[0] @ whole.T, targets, ignore_index=-1, reduction="sum")
-    want_dx, want_dhead = torch.autograd.grad(want, (x, whole))
-    return loss.detach(), want.detach(), dx, want_dx, dhead, want_dhead
-
-
-def test_cross_entropy_where_a_rank_holds_padding_alone(monkeypatch):
-    monkeypatch.setattr(kernels, "CHUNK", 9)
-    ranks = start(loss_and_gradients, 4, load("experiments/configs/tiny.yaml").launch, 60.0)
-    losses, wants, dxs, want_dxs, dheads, want_dheads = zip(*ranks, strict=True)
-    close = {"rtol": 1e-12, "atol": 1e-14}
-    torch.testing.assert_close(sum(losses), wants[0], **close)
-    torch.testing.assert_close(sum(dxs), want_dxs[0], **close)
-    torch.testing.assert_close(torch.cat(dheads)[:9], want_dheads[0], **close)
-    assert not torch.cat(dheads)[9:].any()
