@@ -16,6 +16,7 @@ from research.settings import load
 from research.train.proof import reference_of
 
 LENGTHS, MADE, VOCAB = (5, 1, 23, 8), 12, 250
+ALL = 10**6  # ids that may be chosen: whatever the ranks give logits of
 LIMIT_S = 60.0
 CPU = torch.device("cpu")
 
@@ -36,7 +37,7 @@ class Forced(Generation):
 
     def __init__(self, config: RunConfig, mesh: Mesh, tokens: Sequence[Sequence[int]]) -> None:
         prompts = [t[:-MADE] for t in tokens]
-        super().__init__(build(config, mesh, CPU), config, prompts, lambda made: "", config.model.vocab)
+        super().__init__(build(config, mesh, CPU), config, prompts, lambda made: "", ALL)
         self.tokens, self.logits = tokens, dict[int, list[Tensor]]()
 
     def chosen(self, logits: Tensor) -> Tensor:
