@@ -1,39 +1,18 @@
-"""What overlap hides of expert parallelism's travel, by the ledger's waiting time, on a link and a clock of this test:
-only work, and what is waited for, take time, so that no other process can change a figure."""
-
-from types import SimpleNamespace
+"""What overlap hides of expert parallelism's travel, by the ledger's waiting time, on a link and a clock of tests."""
 
 import pytest
 import torch
 
-from research import comm, ledger
+from research import comm
 from research.config import LaunchConfig
 from research.launch.local import start
 from research.mesh import Mesh
 from research.parallel.ep import dispatch
+from tests.parity.link import Link
 
 D, T = 4, 8  # width and number of a rank's tokens, which choose one expert each: every other one that of this rank
 SHARED, EXPERTS = 3, 8  # seconds of work in forward, and in backward, of a rank
 WAY = {"all_to_all": 8, "all_gather": 16}  # seconds there, or back: the rows of a rank, or of both
-
-
-class Link:
-    """Carries what a rank receives, one message after another: a second for a row, nothing else takes time."""
-
-    def __init__(self, monkeypatch):
-        self.now = self.free = 0.0
-        monkeypatch.setattr(ledger, "time", SimpleNamespace(perf_counter=lambda: self.now))
-        for module, name in ((comm.dist, "all_to_all_single"), (comm, "_all_gather")):
-            monkeypatch.setattr(module, name, self.slowed(getattr(module, name)))
-
-    def slowed(self, real):
-        def begun(out, *args, **more):
-            real(out, *args, **more).wait()
-            rows = out.shape[:-1].numel() if out.shape[-1] >= D else 0
-            self.free = max(self.free, self.now) + rows
-            return SimpleNamespace(wait=lambda arrives=self.free: setattr(self, "now", max(self.now, arrives)))
-
-        return begun
 
 
 class Work(torch.autograd.Function):
@@ -105,7 +84,7 @@ def hidden(monkeypatch):
 
     def run(way, pieces):
         with monkeypatch.context() as patch:
-            link, one_each = Link(patch), LaunchConfig(threads=1)
+            link, one_each = Link(patch, D), LaunchConfig(threads=1)
             (forward, backward), other = start(lambda place, _: exposed(link, way, pieces, place), 2, one_each, 60.0)
         assert other == [forward, backward]
         return 2 * WAY[way] - forward, 2 * WAY[way] - backward
