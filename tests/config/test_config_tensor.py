@@ -16,6 +16,7 @@ TINY = "experiments/configs/tiny.yaml"
         ("tp.degree=3", r"tp.degree=3 must divide the shared width model.shared_experts\*model.expert_ffn=32"),
         ("tp.degree=4 model.heads=12 model.kv_heads=6", r"must divide model.kv_heads=6, or be a multiple of it"),
         ("tp.degree=4 model.ffn=130", r"tp.degree=4 must divide model.ffn=130; legal: 1, 2, 5"),
+        ("tp.degree=2 model.dense_layers=0 model.moe_every=2 model.ffn=97", r"tp.degree=2 must divide model.ffn=97"),
         ("tp.degree=2 data.sequence=63", r"tp.degree=2 must divide the 63 tokens of a sample on each rank"),
         ("tp.degree=2 data.sequence=63 tp.sequence=false", r"must divide the 63 tokens of a sample on each rank"),
         ("tp.degree=8 model.kv_heads=8 model.vocab=7", r"tp.degree=8 exceeds model.vocab=7; legal: 1 to 7"),

@@ -113,3 +113,35 @@ def test_planted_softmax_without_its_maximum(monkeypatch, world):
     require_equal(world, torch.float64, 10, 1e-12)
     with pytest.raises(AssertionError, match="got inf"):
         require_equal(world, torch.float32, 150, 1e-4)
+
+
+def error_of_bfloat16():
+    """Relative, of the gradient of a head of 64 rows, which adds up over 512 times 16 tokens."""
+    generator = torch.Generator().manual_seed(0)
+    x, head = (torch.randn(n, 32, generator=generator).bfloat16() for n in (512 * 16, 64))
+    targets = torch.randint(64, (len(x),), generator=generator)
+    found, exact = head.clone().requires_grad_(), head.double().requires_grad_()
+    kernels.cross_entropy(x, found, targets).backward()
+    F.cross_entropy(x.double() @ exact.T, targets, reduction="sum").backward()
+    return float((found.grad.double() - exact.grad).norm() / exact.grad.norm())
+
+
+ROUNDED = 2**-8  # the most that one rounding to bfloat16 puts off by
+
+
+def test_the_gradient_of_the_head_adds_up_in_float32(monkeypatch):
+    monkeypatch.setattr(kernels, "CHUNK", 16 * 64)
+    assert error_of_bfloat16() < ROUNDED
+
+
+def test_planted_sum_in_bfloat16(monkeypatch):
+    """A chunk's gradient is what it adds to a sum in bfloat16."""
+    total, real = torch.zeros(64, 32, dtype=torch.bfloat16), kernels.weight_gradient
+
+    def added(dy, x):
+        before = total.float()
+        return total.add_(real(dy, x)).float() - before
+
+    monkeypatch.setattr(kernels, "weight_gradient", added)
+    monkeypatch.setattr(kernels, "CHUNK", 16 * 64)
+    assert error_of_bfloat16() > 4 * ROUNDED
