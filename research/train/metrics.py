@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple, TypedDict, TypeVar
+from typing import NamedTuple, TypedDict
 
 import torch
 
@@ -16,7 +16,7 @@ from research import comm
 from research.data.batches import HeldOut
 from research.data.tokens import Corpus
 from research.launch.process import Place, threads
-from research.ledger import EVAL
+from research.ledger import EVAL, largest
 from research.models.batch import Batch
 from research.models.decoder import active_parameters
 from research.models.flops import flops_per_token
@@ -26,9 +26,6 @@ from research.train.checkpoint.saving import Checkpoints
 from research.train.loop import Load, Step, Trainer
 from research.train.memory import peak_bytes
 from research.train.optim import max_violation
-
-K = TypeVar("K")
-V = TypeVar("V", int, float)
 
 
 class Version(NamedTuple):
@@ -81,7 +78,7 @@ def make_row(
     )
     sent, waits, loads, peaks = zip(*comm.gather_objects(mine, trainer.world, "row"), strict=True)
     comm_bytes: dict[str, dict[str, float]] = {}
-    for (axis, label), value in _largest(sent).items():
+    for (axis, label), value in sorted(largest(sent).items()):
         comm_bytes.setdefault(axis, {})[label] = value
     load = {name: of_layer for of_rank in loads for name, of_layer in of_rank.items()}  # alike where ranks share layers
     causal = config.record.causal_flops
@@ -122,7 +119,7 @@ def make_row(
         peak_bytes=max(peaks, key=lambda p: sum(p.values())),
         rank_peak_bytes=list(peaks),
         comm_bytes=comm_bytes,
-        exposed_comm_ms=_largest(waits),
+        exposed_comm_ms=dict(sorted(largest(waits).items())),
         expert_choices={name: list(each.choices) for name, each in load.items()},
         dropped_choices={name: list(each.dropped) for name, each in load.items()} if config.model.capacity else {},
         max_violation={name: max_violation(each.choices) for name, each in load.items()},
@@ -186,12 +183,6 @@ def _exposed(steps: Sequence[Step]) -> dict[str, float]:
     """Mean over steps by axis, milliseconds."""
     axes = {axis for s in steps for axis in s.exposed_ms}
     return {axis: sum(s.exposed_ms.get(axis, 0.0) for s in steps) / len(steps) for axis in sorted(axes)}
-
-
-def _largest(of_ranks: Sequence[dict[K, V]]) -> dict[K, V]:
-    """Largest value of each key over ranks."""
-    keys = sorted({k for d in of_ranks for k in d}, key=str)
-    return {k: max(d[k] for d in of_ranks if k in d) for k in keys}
 
 
 def hardware(device: torch.device, place: Place, threads: int) -> Hardware:

@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "research.record": "config settings files",
     "research.models": "config models",
     "research.data": "config files data models.batch",
-    "research.parallel": "config mesh comm models.batch models.seams models.kernels models.products "
+    "research.parallel": "config ledger mesh comm models.batch models.seams models.kernels models.products "
     "models.partial_attention models.recompute train.action",  # and its own folder
     "research.parallel.axis": "built config mesh models.batch models.products models.seams parallel train.action "
     "train.storage",
@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "research.built": "mesh models",
     "research.build": "built config mesh comm models parallel.axis",
     # It counts the parameters of a model in its layout.
-    "research.parallel.dp.cost": "build built config mesh models parallel.axis parallel.dp.shards",
+    "research.parallel.dp.cost": "build built config ledger mesh models parallel.axis parallel.dp.shards",
     "research.launch": "config ledger launch",
     "research.ablation": "config settings files",
     "research.attempts": "config settings files record",

@@ -43,7 +43,7 @@ class ContextParallel:
             below = sequence // parts * parts
             legal = ", ".join(str(n) for n in (below, below + parts) if n)
             yield Problem("data.sequence", sequence, rule, f"{legal}, ..")
-        inner, heads = inner_degree(cp), config.model.heads // max(degrees(config)["tp"], 1)
+        inner, heads = inner_degree(cp), config.model.heads // degrees(config)["tp"]
         if heads % inner:
             key = "cp.ulysses" if cp.method == "hybrid" else "cp.degree"
             rule = f"must divide the {heads} heads of each rank (model.heads/tp.degree), with cp.method={cp.method}"
