@@ -7,8 +7,9 @@ import torch
 
 from research.built import Built
 from research.config import Problem, RunConfig, degrees
-from research.mesh import Mesh
+from research.mesh import Layout, Mesh
 from research.models.batch import Batch
+from research.models.params import Spec
 from research.models.products import Products
 from research.models.seams import Seam
 from research.parallel.cp import ContextParallel
@@ -86,6 +87,13 @@ class OneStage:
 
 
 AXES: tuple[Axis, ...] = (DataParallel(), ContextParallel(), TensorParallel(), ExpertParallel(), PipelineParallel())
+
+
+def layout_of(spec: Spec, mesh: Mesh) -> Layout:
+    """Which mesh axes cut this parameter: the axes say which logical dims they split."""
+    splits = {dim: axis for a in AXES for dim, axis in a.splits.items()}
+    cut = [(splits[d], mesh.sizes[splits[d]]) if d in splits else None for d in spec.dims]
+    return Layout(spec.dims, spec.units, spec.unit, tuple(cut))
 
 
 def staged(config: RunConfig) -> Staged:

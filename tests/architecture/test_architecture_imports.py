@@ -27,8 +27,8 @@ MAY_IMPORT = {
     "research.data": "config files data models.batch",
     "research.parallel": "config ledger mesh comm models.batch models.seams models.kernels models.products "
     "models.partial_attention models.recompute train.action",  # and its own folder
-    "research.parallel.axis": "built config mesh models.batch models.products models.seams parallel train.action "
-    "train.storage",
+    "research.parallel.axis": "built config mesh models.batch models.params models.products models.seams parallel "
+    "train.action train.storage",
     # The one axis that keeps training state: its shards are a kind of storage.
     "research.parallel.dp": "built config ledger mesh comm models.batch models.products models.recipes models.seams "
     "parallel.dp train.storage",
@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "research.built": "mesh models",
     "research.build": "built config mesh comm models parallel.axis",
     # It counts the parameters of a model in its layout.
-    "research.parallel.dp.cost": "build built config ledger mesh models parallel.axis parallel.dp.shards",
+    "research.parallel.dp.cost": "built config ledger mesh models parallel.axis parallel.dp.shards",
     "research.launch": "config ledger launch",
     "research.ablation": "config settings files",
     "research.attempts": "config settings files record",

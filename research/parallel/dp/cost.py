@@ -10,14 +10,13 @@ from fractions import Fraction
 
 import torch
 
-from research.build import layout_of
 from research.built import DTYPES
 from research.config import ModelConfig, RunConfig, degrees
 from research.ledger import Bytes, added, largest
 from research.mesh import Layout, Mesh
 from research.models.decoder import Decoder, names_of, specs
 from research.models.params import Spec
-from research.parallel.axis import staged
+from research.parallel.axis import layout_of, staged
 from research.parallel.dp.shards import Cut
 
 
