@@ -180,9 +180,9 @@ class Storage:
         for bucket in self._on.get(stage, ()):
             bucket.missing = len(bucket.held)
 
-    def accumulate(self, parameter: Tensor | str, grad: Tensor) -> None:
+    def accumulate(self, parameter: Tensor, grad: Tensor) -> None:
         """Add a gradient that was put off to W."""
-        name, bucket = self._of[self._parameters[parameter] if isinstance(parameter, str) else parameter]
+        name, bucket = self._of[parameter]
         bucket.add(name, grad)
 
     def end_backward(self, stage: int, last: bool) -> None:
