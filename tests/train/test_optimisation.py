@@ -144,7 +144,7 @@ def test_a_non_finite_step_is_seen_by_all_ranks(config, mode, ranks):
 
     def poison(trainer, index):
         if index == 3 and trainer.mesh.rank == ranks - 1:
-            used = trainer.storage.held["layers.1.ffn.w_down"].used
+            used = trainer.storage.held["layers.1.ffn.w_down"].parameter
 
             def once(grad):
                 handle.remove()
@@ -208,7 +208,7 @@ def test_bfloat16_keeps_float32_masters_and_gradients(config):
     batches = batches_of(config)
     for held in trainer.storage.held.values():
         routes = held.name.endswith("router")
-        assert held.used.dtype == (torch.float32 if routes else torch.bfloat16)
+        assert held.parameter.dtype == (torch.float32 if routes else torch.bfloat16)
         assert held.master.dtype == held.grad.dtype == torch.float32
         assert torch.equal(held.master, exact.storage.held[held.name].master), "masters start unrounded"
     trainer.backward(batches(0))
@@ -310,7 +310,7 @@ def test_buckets_travel_beside_the_backward(config, monkeypatch):
             return real(x, group, purpose, op)
 
         monkeypatch.setattr(comm, "start_all_reduce", noted)
-        trainer.storage.held["embedding.weight"].used.register_post_accumulate_grad_hook(
+        trainer.storage.held["embedding.weight"].parameter.register_post_accumulate_grad_hook(
             lambda p: events.append("embedding")
         )
         trainer.backward(batches_of(config)(0))
