@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from research.built import Built
-from research.config import Problem, RunConfig, degrees
+from research.config import RunConfig, degrees
 from research.mesh import Layout, Mesh
 from research.models.batch import Batch
 from research.models.params import Spec
@@ -17,6 +17,7 @@ from research.parallel.dp import DataParallel
 from research.parallel.ep import ExpertParallel
 from research.parallel.pp import PipelineParallel
 from research.parallel.tp import TensorParallel
+from research.problems import Problem
 from research.train.action import Program, forward_only, one_stage
 from research.train.storage import Storage
 

@@ -6,10 +6,11 @@ import pytest
 
 from experiments.command import CHECKS
 from research import settings
-from research.config import ConfigError, PpConfig
+from research.config import PpConfig
 from research.parallel import pp
 from research.parallel.pp.csv_file import to_csv
 from research.parallel.pp.generate import FAMILIES, FILE, generate
+from research.problems import ConfigError
 
 TINY = "experiments/configs/tiny.yaml"
 

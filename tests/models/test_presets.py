@@ -7,12 +7,12 @@ import pytest
 import torch
 import yaml
 
-from research import config as configs
 from research import settings
 from research.config import ModelConfig, RunConfig
 from research.models.decoder import Decoder, active_parameters, specs
 from research.models.flops import flops_per_token
 from research.presets import PRESETS
+from research.problems import ConfigError
 from tests.models.cache_size import cache_elements
 
 COUNTS, OPERATIONS, AHEAD, CACHES, NOT_REPRODUCED, LOOKED_UP = (
@@ -128,9 +128,7 @@ def test_planted_miscount(monkeypatch):
 
 
 def test_unknown_preset():
-    with pytest.raises(
-        configs.ConfigError, match=r"model\.preset=llama9 is not one of its choices; legal: none, llama2"
-    ):
+    with pytest.raises(ConfigError, match=r"model\.preset=llama9 is not one of its choices; legal: none, llama2"):
         settings.load(None, ["model.preset=llama9"])
 
 

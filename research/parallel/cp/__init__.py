@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from research.config import Problem, RunConfig, degrees, divisors
+from research.config import RunConfig, degrees
 from research.mesh import Group, Mesh
 from research.models.batch import Batch
 from research.models.products import Products
@@ -20,6 +20,7 @@ from research.parallel.cp.attention import blockwise_attention
 from research.parallel.cp.plan import Plan, held, make_plan, positions
 from research.parallel.cp.transport import Gather, Ring
 from research.parallel.cp.ulysses import heads_for_tokens, inner_degree, tokens_for_heads
+from research.problems import Problem, divisors
 
 
 class ContextParallel:
