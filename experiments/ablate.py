@@ -24,9 +24,10 @@ from experiments.command import CHECKS, devices_here, main
 from experiments.tables import show
 from research.ablation import Plan, matching, plan, read, remember
 from research.attempts import BAD, Attempt
-from research.config import ConfigError, Problem, RunConfig
+from research.config import RunConfig
 from research.launch.environment import Joined
 from research.mesh import total_ranks
+from research.problems import ConfigError, Problem
 from research.record import read as read_row
 from research.record import row_path, run_id
 from research.sweep import array

@@ -11,13 +11,14 @@ from typing import Any, TypeVar
 import torch
 
 from research import record, settings
-from research.config import ConfigError, Problem, RunConfig
+from research.config import RunConfig
 from research.data import corpus
 from research.launch.environment import Joined, join, joined
 from research.launch.local import RankError, start
 from research.launch.process import Place, too_few_devices
 from research.mesh import total_ranks
 from research.parallel import axis
+from research.problems import ConfigError, Problem
 from research.train.checkpoint import choice
 from research.train.metrics import code_version
 

@@ -26,15 +26,15 @@ from torch import Tensor
 from experiments.command import main
 from research import settings
 from research.built import DTYPES, dtype_name
-from research.config import ConfigError, Problem, RunConfig
+from research.config import RunConfig
 from research.generate.tokenizer import has_tokenizer, tokenizer_files
 from research.launch.environment import Joined
+from research.problems import ConfigError, Problem, WeightsError
 from research.train.checkpoint.index import CheckpointError
 from research.train.checkpoint.whole import StoredWeights, write_weights
 from research.weights.configs import canonical
 from research.weights.files import TOKENIZER
 from research.weights.folder import HuggingFaceFolder, export
-from research.weights.problems import WeightsError
 
 OWN = ("dtype", "family", "shard_gb")
 TRACK = partial(track, console=Console(stderr=True))

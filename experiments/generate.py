@@ -19,7 +19,6 @@ from typing import Any
 
 from experiments.command import devices_here, launch, main
 from research import settings
-from research.config import ConfigError, Problem
 from research.data.tokenizers import Tokenizer
 from research.generate.prompts import encoded, problems
 from research.generate.run import Generated, ending, generate
@@ -27,8 +26,8 @@ from research.generate.source import SOURCES, open_source, require_fit
 from research.generate.tokenizer import tokenizer_of
 from research.launch.environment import Joined
 from research.parallel import axis
+from research.problems import ConfigError, Problem, WeightsError
 from research.train.checkpoint.index import CheckpointError
-from research.weights.problems import WeightsError
 
 OPTIONS = ("--prompt", "--stop", "--json")
 

@@ -15,9 +15,9 @@ from rich.table import Table
 
 from research import settings
 from research.bench.pipeline import Beside, computed, slept
-from research.config import ConfigError
 from research.parallel.axis import problems
 from research.parallel.pp.generate import FAMILIES
+from research.problems import ConfigError
 
 BASE = "experiments/configs/tiny.yaml"
 SLEEPS = ["pp.degree=4", "model.layers=6", "train.microbatches=8", "train.dtype=float32"]

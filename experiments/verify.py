@@ -16,9 +16,9 @@ from rich.table import Table
 
 from experiments.command import main, read_config
 from research import config as configs
-from research.config import ConfigError, Problem
 from research.launch.environment import Joined
 from research.mesh import total_ranks
+from research.problems import ConfigError, Problem
 from research.train.proof import TOLERANCE, compare, reference_of, snapshots, worst_by_kind
 
 OFFENDERS = 8  # listed by name

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from research import settings
-from research.config import Check, ConfigError, Problem, RunConfig, Scalar, replace
+from research.config import Check, RunConfig, Scalar, replace
 from research.files import write_atomically
+from research.problems import ConfigError, Problem
 
 NEEDED = ("question", "prediction", "base", "seeds")
 KEYS = (*NEEDED, "repeats", "baseline", "arms", "product", "exclude", "impossible")

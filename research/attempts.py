@@ -18,8 +18,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from research.config import ConfigError, Problem, RunConfig, Value
+from research.config import RunConfig, Value
 from research.files import write_atomically
+from research.problems import ConfigError, Problem
 from research.record import run_id
 from research.settings import to_mapping
 

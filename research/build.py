@@ -15,7 +15,7 @@ from research.models import seams
 from research.models.decoder import Decoder, Parts, names_of, specs
 from research.models.params import Block, Spec
 from research.models.products import Products
-from research.parallel.axis import AXES, staged
+from research.parallel.axis import AXES, layout_of, staged
 
 Values = Callable[[str, Spec, Layout], Tensor]  # a parameter -> this rank's box of it, padded to its local shape
 
@@ -73,13 +73,6 @@ def copies_of(held: Sequence[Mapping[int, Parts]], names: Collection[str], mesh:
             holders[name].append(coordinate)
     groups = {name: mesh.holders(tuple(where)) for name, where in holders.items() if len(where) > 1}
     return {name: group for name, group in groups.items() if group.size > 1}
-
-
-def layout_of(spec: Spec, mesh: Mesh) -> Layout:
-    """Which mesh axes cut this parameter: the axes say which logical dims they split."""
-    splits = {dim: axis for a in AXES for dim, axis in a.splits.items()}
-    cut = [(splits[d], mesh.sizes[splits[d]]) if d in splits else None for d in spec.dims]
-    return Layout(spec.dims, spec.units, spec.unit, tuple(cut))
 
 
 def wired(config: RunConfig, mesh: Mesh) -> seams.Seams:

@@ -10,34 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from research.problems import Problem, divisors, text_of
+
 Scalar = int | float | bool | str | None
 Value = Scalar | Sequence[Scalar]  # a key of several values holds a tuple; mappings, JSON and YAML have lists
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One thing that is wrong with a config: `key=value rule; legal: ...`."""
-
-    key: str
-    value: object
-    rule: str
-    legal: str = ""
-
-    def __str__(self) -> str:
-        head = self.key if self.value is None else f"{self.key}={text_of(self.value)}"
-        return f"{head} {self.rule}" + (f"; legal: {self.legal}" if self.legal else "")
-
-
-class ConfigError(ValueError):
-    """All problems of a config at once."""
-
-    def __init__(self, problems: Sequence[Problem]) -> None:
-        self.problems = list(problems)
-        count = f"{len(self.problems)} problem{'s' if len(self.problems) > 1 else ''} in the config:"
-        super().__init__("\n".join([count, *(f"  - {p}" for p in self.problems)]))
-
-    def __reduce__(self) -> tuple[type, tuple[list[Problem]]]:
-        return ConfigError, (self.problems,)  # a rank hands it to the process that started it
 
 
 def key(default: Any, meaning: str, at_least: float | None = None, at_most: float | None = None) -> Any:
@@ -531,20 +507,3 @@ def replace(config: RunConfig, changes: Mapping[str, Value]) -> RunConfig:
         part = dataclasses.replace(getattr(config, section), **{leaf: value})
         config = dataclasses.replace(config, **{section: part})
     return config
-
-
-def divisors(n: int) -> str:
-    if n > 10**6:
-        return f"the divisors of {n}"
-    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
-
-
-def text_of(value: object) -> str:
-    """A value as a config holds it."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, float) and value == float(f"{value:g}"):
-        return f"{value:g}"
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(text_of, value))}]"
-    return "null" if value is None else str(value)

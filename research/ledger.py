@@ -2,16 +2,20 @@
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fractions import Fraction
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
 EVAL = "eval"  # the phase of an evaluation
 GENERATE = "generate"  # and of making text
 UNTIMED = (EVAL, GENERATE)  # no part of a step
+
+Bytes = dict[str, Fraction]  # by "purpose/op/phase"
+K = TypeVar("K")
+V = TypeVar("V", float, Fraction)
 
 
 class Label(NamedTuple):
@@ -95,3 +99,20 @@ class Ledger:
         self._events.clear()
         self._wait_ms.clear()
         return waited
+
+
+def added(parts: Iterable[tuple[str, Fraction]]) -> Bytes:
+    """Sums by label, without those that are zero."""
+    sums: defaultdict[str, Fraction] = defaultdict(Fraction)
+    for label, nbytes in parts:
+        sums[label] += nbytes
+    return {label: nbytes for label, nbytes in sums.items() if nbytes}
+
+
+def largest(of_ranks: Iterable[Mapping[K, V]]) -> dict[K, V]:
+    """Of each label the most that a rank has."""
+    found: dict[K, V] = {}
+    for of_rank in of_ranks:
+        for label, value in of_rank.items():
+            found[label] = max(value, found.get(label, value))
+    return found

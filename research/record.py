@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from research.config import Problem, RunConfig, SlurmConfig, Value
+from research.config import RunConfig, SlurmConfig, Value
 from research.files import writable, write_atomically
+from research.problems import Problem
 from research.settings import flat, to_mapping
 
 Kind = Literal["measured", "dry", "simulated"]

@@ -17,8 +17,9 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from research.config import Check, ConfigError, Problem, RunConfig, Value, replace, text_of, with_world
+from research.config import Check, RunConfig, Value, replace, with_world
 from research.presets import PRESETS
+from research.problems import ConfigError, Problem, text_of
 
 PRESET = "model.preset"
 

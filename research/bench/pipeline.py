@@ -7,11 +7,12 @@ or a sleep of a given time, so that ranks need no cores.
 import dataclasses
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
+from typing import ParamSpec
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from research.data.tokens import open_tokens
 from research.launch.local import start
 from research.launch.process import Place
 from research.ledger import Ledger
-from research.mesh import Mesh, total_ranks
+from research.mesh import Group, Mesh, total_ranks
 from research.models.batch import Batch
 from research.models.decoder import Output, Parts, holds, names_of
 from research.models.products import Products
@@ -34,6 +35,7 @@ from research.train.executor import execute
 from research.train.loop import Trainer
 from research.train.run import global_batches
 
+P = ParamSpec("P")
 STEPS = 3  # the first one is not timed, the best of the others counts
 
 
@@ -83,19 +85,28 @@ def computed(config: RunConfig) -> Beside:
 
 
 def _steps(trainer: Trainer) -> list[float]:
-    """Seconds from the first rank's start to the last rank's end, of each step."""
+    """Seconds from the first rank's start to the last rank's end, of the schedule of each step."""
     batches = global_batches(trainer.config, open_tokens(trainer.config.data)).microbatches_of(0)
-    mine = {id(b): trainer._mine(b) for b in batches}
-    trainer._mine = lambda batch: mine[id(batch)]  # type: ignore[method-assign]
-    spans = []
+    spans: list[tuple[float, float]] = []
+    trainer.execute = _timed(trainer.execute, trainer.world, spans)
     for _ in range(STEPS):
-        comm.all_reduce_(torch.zeros(1), trainer.world, "start")
-        begin = time.monotonic()
         trainer.backward(batches)
-        spans.append((begin, time.monotonic()))
         trainer.storage.step(0.0, trainer.storage.norm(), torch.tensor(False))
     everyone = comm.gather_objects(spans, trainer.world, "times")
     return [max(end for _, end in step) - min(begin for begin, _ in step) for step in zip(*everyone, strict=True)]
+
+
+def _timed(run: Callable[P, Tensor], world: Group, spans: list[tuple[float, float]]) -> Callable[P, Tensor]:
+    """The same, which begins on all ranks at once and notes its begin and its end."""
+
+    def timed(*args: P.args, **kwargs: P.kwargs) -> Tensor:
+        comm.all_reduce_(torch.zeros(1), world, "start")
+        begin = time.monotonic()
+        found = run(*args, **kwargs)
+        spans.append((begin, time.monotonic()))
+        return found
+
+    return timed
 
 
 class Sleeper(nn.Module):

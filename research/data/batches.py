@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from research.config import ConfigError, Problem
 from research.data.order import Mixture, shuffled
 from research.data.packing import Packed
 from research.models.batch import NOT_COUNTED, Ahead, Batch
+from research.problems import ConfigError, Problem
 
 
 class GlobalBatches:

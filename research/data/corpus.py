@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from research.config import ConfigError, DataConfig, Problem, RunConfig
+from research.config import DataConfig, RunConfig
 from research.data.tokenizers import Bytes, Library
+from research.problems import ConfigError, Problem
 
 STDLIB = "stdlib"
 NOT_SOURCE = {"site-packages", "dist-packages", "__pycache__", "lib2to3", "test", "tests", "idle_test"}

@@ -30,11 +30,12 @@ import tokenizers as hf
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from research.config import ConfigError, DataConfig, Problem
+from research.config import DataConfig
 from research.data.corpus import Source, documents, find, given_tokenizer, refuse
 from research.data.token_files import added, read_ids
 from research.data.tokenizers import Library, Tokenizer
 from research.files import atomically, write_atomically
+from research.problems import ConfigError, Problem
 
 FORMAT = 3  # to be raised when the same text and tokenizer shall give other files
 SILENT_S = 2.0  # work that ends sooner shows no progress

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 
-from research.config import ConfigError, Problem, RunConfig, degrees
+from research.config import RunConfig, degrees
 from research.data.tokenizers import Library, Tokenizer
 from research.generate.source import Source
+from research.problems import ConfigError, Problem
 
 
 def problems(config: RunConfig) -> Iterator[Problem]:

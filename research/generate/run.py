@@ -8,12 +8,13 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from research.config import ConfigError, Problem, RunConfig
+from research.config import RunConfig
 from research.generate.decode import Ends, Generation, Text
 from research.generate.source import Source, load
 from research.launch.process import Place
 from research.launch.watchdog import watched
 from research.mesh import Mesh
+from research.problems import ConfigError, Problem
 from research.train.checkpoint.index import DamagedError
 
 

@@ -12,15 +12,15 @@ from torch import Tensor
 
 from research.build import build
 from research.built import DTYPES, Built, dtype_name
-from research.config import Problem, RunConfig, Value
+from research.config import RunConfig, Value
 from research.mesh import Box, Layout, Mesh
 from research.models.decoder import Decoder, specs
 from research.models.params import Spec
+from research.problems import Problem, WeightsError
 from research.train.checkpoint.index import find
 from research.train.checkpoint.whole import StoredWeights
 from research.weights.files import CONFIG, GENERATION, TOKENIZER, read_json
 from research.weights.folder import HuggingFaceFolder
-from research.weights.problems import WeightsError
 
 NO_BATCH = {"global_batch": 2**16}  # rules of training about the batch shall not speak
 WITHOUT = ("mtp_depth", "capacity")

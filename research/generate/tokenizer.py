@@ -4,10 +4,11 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from research.config import ConfigError, DataConfig, Problem, RunConfig
+from research.config import DataConfig, RunConfig
 from research.data.corpus import given_tokenizer
 from research.data.tokenizers import Tokenizer
 from research.data.tokens import open_tokenizer
+from research.problems import ConfigError, Problem
 from research.weights.files import GENERATION, TOKENIZER, TOKENIZER_CONFIG, json_file
 
 MADE = ("bytes", "bpe")  # values of data.tokenizer that name no file

@@ -25,8 +25,9 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from research.config import ConfigError, LaunchConfig
+from research.config import LaunchConfig
 from research.launch.process import Place, process_group
+from research.problems import ConfigError
 
 T = TypeVar("T")
 GRACE_S = 1.0  # in which the errors of other ranks may still arrive, so that the first one can be told

@@ -10,7 +10,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from research.config import ConfigError, LaunchConfig, Problem
+from research.config import LaunchConfig
+from research.problems import ConfigError, Problem
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from research.built import Built
-from research.config import Problem, RunConfig, degrees
-from research.mesh import Mesh
+from research.config import RunConfig, degrees
+from research.mesh import Layout, Mesh
 from research.models.batch import Batch
+from research.models.params import Spec
 from research.models.products import Products
 from research.models.seams import Seam
 from research.parallel.cp import ContextParallel
@@ -16,6 +17,7 @@ from research.parallel.dp import DataParallel
 from research.parallel.ep import ExpertParallel
 from research.parallel.pp import PipelineParallel
 from research.parallel.tp import TensorParallel
+from research.problems import Problem
 from research.train.action import Program, forward_only, one_stage
 from research.train.storage import Storage
 
@@ -86,6 +88,13 @@ class OneStage:
 
 
 AXES: tuple[Axis, ...] = (DataParallel(), ContextParallel(), TensorParallel(), ExpertParallel(), PipelineParallel())
+
+
+def layout_of(spec: Spec, mesh: Mesh) -> Layout:
+    """Which mesh axes cut this parameter: the axes say which logical dims they split."""
+    splits = {dim: axis for a in AXES for dim, axis in a.splits.items()}
+    cut = [(splits[d], mesh.sizes[splits[d]]) if d in splits else None for d in spec.dims]
+    return Layout(spec.dims, spec.units, spec.unit, tuple(cut))
 
 
 def staged(config: RunConfig) -> Staged:

@@ -13,7 +13,6 @@ from research.report.figures import COLOURS
 from research.report.lines import Line, arm_of, lines
 
 MIB = 2**20
-CATEGORIES = ("parameters", "master", "gradients", "optimizer", "activations", "communication")
 
 
 def memory(rows: Iterable[Row], order: Sequence[str] | None = None) -> Figure:
@@ -23,9 +22,9 @@ def memory(rows: Iterable[Row], order: Sequence[str] | None = None) -> Figure:
 
 def peaks(rows: Iterable[Row], order: Sequence[str] | None = None) -> pd.DataFrame:
     """The fullest moment of a step, of the rank that needs most, MiB: a line an arm, a column a category, in the order
-    of a step. Raises ValueError without rows."""
+    of the rows. Raises ValueError without rows."""
     found = lines(rows, order)
-    kinds = [*CATEGORIES, *sorted({c for line in found for c in line.rows[0].peak_bytes} - {*CATEGORIES})]
+    kinds = list(dict.fromkeys(c for line in found for c in line.rows[0].peak_bytes))
     return _parts(found, lambda r: r.peak_bytes, kinds)
 
 

@@ -13,14 +13,14 @@ from fractions import Fraction
 import pandas as pd
 import torch
 
-from research.build import layout_of, wired
+from research.build import wired
 from research.config import AXIS_SECTIONS, RunConfig
 from research.launch.process import fake_process_group
 from research.mesh import Mesh, total_ranks
 from research.models.batch import Batch
 from research.models.decoder import Decoder, specs
 from research.models.flops import flops_per_token
-from research.parallel.axis import cut_batch, staged
+from research.parallel.axis import cut_batch, layout_of, staged
 from research.parallel.cp.cost import traffic as of_cp
 from research.parallel.dp.cost import traffic as of_dp
 from research.parallel.ep.cost import traffic as of_ep

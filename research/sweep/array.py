@@ -8,8 +8,9 @@ from pathlib import Path
 
 from research import attempts
 from research.attempts import claimed
-from research.config import Problem, RunConfig, divisors
+from research.config import RunConfig
 from research.mesh import total_ranks
+from research.problems import Problem, divisors
 from research.sweep.scheduler import submit
 from research.sweep.state import prepared
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple, TypedDict, TypeVar
+from typing import NamedTuple, TypedDict
 
 import torch
 
@@ -16,19 +16,17 @@ from research import comm
 from research.data.batches import HeldOut
 from research.data.tokens import Corpus
 from research.launch.process import Place, threads
-from research.ledger import EVAL
+from research.ledger import EVAL, largest
 from research.models.batch import Batch
 from research.models.decoder import active_parameters
 from research.models.flops import flops_per_token
 from research.record import Hardware, Row, run_id
 from research.settings import to_mapping
 from research.train.checkpoint.saving import Checkpoints
+from research.train.checkpoint.state import History
 from research.train.loop import Load, Step, Trainer
 from research.train.memory import peak_bytes
 from research.train.optim import max_violation
-
-K = TypeVar("K")
-V = TypeVar("V", int, float)
 
 
 class Version(NamedTuple):
@@ -66,24 +64,11 @@ def make_row(
     checkpoints: Checkpoints,
 ) -> Row:
     """The row of a finished run, as this rank saw it. Every rank must call it; memory is measured in one more step,
-    on `next_batch`, which is not timed and changes no weight. Bytes and waits are those of steps, without evaluations.
-    Losses, norms, evaluations, tokens and choices of experts are those of all steps, also of those before the run was
-    resumed.
-    """
-    config, built, ledger, history = trainer.config, trainer.built, trainer.mesh.ledger, checkpoints.history
+    on `next_batch`, which is not timed and changes no weight. Losses, norms, evaluations, tokens and choices of
+    experts are those of all steps, also of those before the run was resumed."""
+    config, built, history = trainer.config, trainer.built, checkpoints.history
     timed = timed_steps(steps, config.record.warmup_steps, config.record.profile)
-    of_steps = {k: v for k, v in ledger.bytes.items() if k.phase != EVAL}
-    mine = (
-        {(k.axis, f"{k.purpose}/{k.op}/{k.phase}"): float(v / len(steps)) for k, v in of_steps.items()},
-        _exposed(timed),
-        {name: Load(*load.tolist()) for name, load in history.loads.items()},
-        peak_bytes(trainer, next_batch),  # last, as its step is counted too
-    )
-    sent, waits, loads, peaks = zip(*comm.gather_objects(mine, trainer.world, "row"), strict=True)
-    comm_bytes: dict[str, dict[str, float]] = {}
-    for (axis, label), value in _largest(sent).items():
-        comm_bytes.setdefault(axis, {})[label] = value
-    load = {name: of_layer for of_rank in loads for name, of_layer in of_rank.items()}  # alike where ranks share layers
+    comm_bytes, exposed_ms, loads, peaks = _over_ranks(trainer, steps, timed, history, next_batch)
     causal = config.record.causal_flops
     flops = flops_per_token(config.model, built.specs, config.data.sequence, causal)
     speed = speed_of(timed)
@@ -120,16 +105,44 @@ def make_row(
         tflops_per_rank=tflops,
         mfu=tflops / config.record.peak_tflops if config.record.peak_tflops else None,
         peak_bytes=max(peaks, key=lambda p: sum(p.values())),
-        rank_peak_bytes=list(peaks),
+        rank_peak_bytes=peaks,
         comm_bytes=comm_bytes,
-        exposed_comm_ms=_largest(waits),
-        expert_choices={name: list(each.choices) for name, each in load.items()},
-        dropped_choices={name: list(each.dropped) for name, each in load.items()} if config.model.capacity else {},
-        max_violation={name: max_violation(each.choices) for name, each in load.items()},
+        exposed_comm_ms=exposed_ms,
+        expert_choices={name: list(each.choices) for name, each in loads.items()},
+        dropped_choices={name: list(each.dropped) for name, each in loads.items()} if config.model.capacity else {},
+        max_violation={name: max_violation(each.choices) for name, each in loads.items()},
         overlapped_pairs="one after the other" if trainer.program.has_pairs else "",
         mtp_losses=[list(of_depth) for of_depth in zip(*history.ahead, strict=True)],
         **_evaluations(history.evals, held_out),
     )
+
+
+class OverRanks(NamedTuple):
+    """What is known only once all ranks have told theirs."""
+
+    comm_bytes: dict[str, dict[str, float]]  # that a rank received in a step, by axis and label: the most of each
+    exposed_ms: dict[str, float]  # that a rank waited in a timed step, by axis: the most of each
+    loads: dict[str, Load]  # by MoE layer, of all stages
+    peaks: list[dict[str, int]]  # bytes of each rank, by category
+
+
+def _over_ranks(
+    trainer: Trainer, steps: Sequence[Step], timed: Sequence[Step], history: History, next_batch: Sequence[Batch]
+) -> OverRanks:
+    """Bytes and waits are those of steps, without evaluations."""
+    of_steps = {k: v for k, v in trainer.mesh.ledger.bytes.items() if k.phase != EVAL}
+    mine = (
+        {(k.axis, f"{k.purpose}/{k.op}/{k.phase}"): float(v / len(steps)) for k, v in of_steps.items()},
+        _exposed(timed),
+        {name: Load(*load.tolist()) for name, load in history.loads.items()},
+        peak_bytes(trainer, next_batch),  # last, as its step is counted too
+    )
+    received, waits, loads, peaks = zip(*comm.gather_objects(mine, trainer.world, "row"), strict=True)
+    comm_bytes: dict[str, dict[str, float]] = {}
+    for (axis, label), value in sorted(largest(received).items()):
+        comm_bytes.setdefault(axis, {})[label] = value
+    load = {name: of_layer for of_rank in loads for name, of_layer in of_rank.items()}  # alike where ranks share layers
+    return OverRanks(comm_bytes, dict(sorted(largest(waits).items())), load, list(peaks))
 
 
 class Evaluations(TypedDict, total=False):
@@ -186,12 +199,6 @@ def _exposed(steps: Sequence[Step]) -> dict[str, float]:
     """Mean over steps by axis, milliseconds."""
     axes = {axis for s in steps for axis in s.exposed_ms}
     return {axis: sum(s.exposed_ms.get(axis, 0.0) for s in steps) / len(steps) for axis in sorted(axes)}
-
-
-def _largest(of_ranks: Sequence[dict[K, V]]) -> dict[K, V]:
-    """Largest value of each key over ranks."""
-    keys = sorted({k for d in of_ranks for k in d}, key=str)
-    return {k: max(d[k] for d in of_ranks if k in d) for k in keys}
 
 
 def hardware(device: torch.device, place: Place, threads: int) -> Hardware:

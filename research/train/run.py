@@ -7,7 +7,7 @@ import torch
 
 from research import comm, record
 from research.attempts import Progress, tell
-from research.config import ConfigError, Problem, RunConfig
+from research.config import RunConfig
 from research.data.batches import GlobalBatches, HeldOut
 from research.data.packing import Packed, held_out
 from research.data.tokens import Corpus, open_tokens
@@ -15,6 +15,7 @@ from research.launch.preemption import asked_to_end
 from research.launch.process import Place
 from research.launch.watchdog import watched
 from research.mesh import Mesh
+from research.problems import ConfigError, Problem
 from research.record import NOT_IDENTITY, Row, meaning
 from research.settings import flat, to_mapping
 from research.train.checkpoint.saving import Checkpoints

@@ -30,10 +30,10 @@ def square_sum(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass
 class Held:
-    """One parameter on this rank. `master` is what the optimizer steps; it is `used` itself where dtypes agree."""
+    """One parameter on this rank. `master` is what the optimizer steps; it is `parameter` itself where dtypes agree."""
 
     name: str
-    used: nn.Parameter
+    parameter: nn.Parameter  # what forward uses
     master: Tensor
     grad: Tensor  # a view of its bucket
 
@@ -104,25 +104,25 @@ class Storage:
         config: TrainConfig,
         device: torch.device,
         grad_dtype: torch.dtype | None = None,
-        each: bool = False,
+        reduce_each_microbatch: bool = False,
     ) -> None:
-        """`grad_dtype`: of sums of gradients; None: as of masters. `each`: reduce after every microbatch, not once a
-        step."""
-        self.built, self.config, self.device, self._each = built, config, device, each
+        """`grad_dtype`: of sums of gradients; None: as of masters. `reduce_each_microbatch`: not once a step."""
+        self.built, self.config, self.device = built, config, device
+        self._reduce_each_microbatch = reduce_each_microbatch
         self.dtype = torch.float64 if config.dtype == "float64" else torch.float32  # of masters, moments, losses
         self.grad_dtype = grad_dtype or self.dtype
         self._parameters = {n: p for n, p in built.model.named_parameters() if p.requires_grad}
         self.buckets = [self._bucket(names) for names in self._plan()]
         self.held = {name: held for bucket in self.buckets for name, held in bucket.held.items()}
-        self._of: dict[Tensor, tuple[str, Bucket]] = {
-            held.used: (name, bucket) for bucket in self.buckets for name, held in bucket.held.items()
+        self._bucket_of: dict[Tensor, tuple[str, Bucket]] = {
+            held.parameter: (name, bucket) for bucket in self.buckets for name, held in bucket.held.items()
         }
-        self._on = {s: [b for b in self.buckets if b.stage == s] for s in {b.stage for b in self.buckets}}
-        self._owed = Counter(dict.fromkeys(self._on, 0))  # reductions of this step that are due so far, by stage
-        self._counts: int | None = None  # the stage whose buckets are completed by what now arrives
-        self._last = False  # whether the backward under way is the last one on its stage
-        for parameter in self._of:
-            parameter.register_post_accumulate_grad_hook(self._arrived)
+        self._buckets_on = {s: [b for b in self.buckets if b.stage == s] for s in {b.stage for b in self.buckets}}
+        self._reductions_due = Counter(dict.fromkeys(self._buckets_on, 0))  # by stage, so far in this step
+        self._completing_stage: int | None = None  # the stage whose buckets are completed by what now arrives
+        self._last_backward = False  # whether the backward under way is the last one on its stage
+        for parameter in self._bucket_of:
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)
         self.optimizer = adamw(config, [(h.master, built.specs[n].decays) for n, h in self.held.items()])
 
     def _plan(self) -> list[list[str]]:
@@ -131,19 +131,19 @@ class Storage:
         sizes: dict[Hashable, float] = {}
         planned: list[list[str]] = []
         for name in reversed(self._parameters):
-            key, nbytes = self._together(name), self._parameters[name].numel() * self.grad_dtype.itemsize
-            if key not in filling or sizes[key] + nbytes > self._limit():
+            key, nbytes = self._bucket_key(name), self._parameters[name].numel() * self.grad_dtype.itemsize
+            if key not in filling or sizes[key] + nbytes > self._bucket_limit_bytes():
                 planned.append([])
                 filling[key], sizes[key] = planned[-1], 0
             filling[key].append(name)
             sizes[key] += nbytes
         return planned
 
-    def _limit(self) -> float:
+    def _bucket_limit_bytes(self) -> float:
         """Bytes of gradients in one bucket, at most."""
         return self.config.bucket_mib * 2**20
 
-    def _together(self, name: str) -> Hashable:
+    def _bucket_key(self, name: str) -> Hashable:
         """Parameters may share a bucket where this is the same."""
         return self._stage(name), self.built.replicas[name].ranks, self.built.copies.get(name)
 
@@ -155,17 +155,17 @@ class Storage:
         flat = torch.zeros(sum(sizes), dtype=self.grad_dtype, device=self.device)
         held = {}
         for name, view in zip(names, flat.split(sizes), strict=True):
-            used = self._parameters[name]
-            master = used.detach()
+            parameter = self._parameters[name]
+            master = parameter.detach()
             self._cast(name)
-            held[name] = Held(name, used, master, view.view_as(used))
+            held[name] = Held(name, parameter, master, view.view_as(parameter))
         return Bucket(self.built.replicas[names[0]], self._stage(names[0]), held, flat)
 
     def _cast(self, name: str) -> None:
         """Make a parameter what forward uses."""
-        used = self._parameters[name]
-        if used.dtype != (dtype := self._used_dtype(name)):
-            used.data = used.detach().to(dtype)
+        parameter = self._parameters[name]
+        if parameter.dtype != (dtype := self._used_dtype(name)):
+            parameter.data = parameter.detach().to(dtype)
 
     def _used_dtype(self, name: str) -> torch.dtype:
         return self.dtype if self.built.specs[name].keep_float32 else self.built.dtype
@@ -175,49 +175,49 @@ class Storage:
 
     def begin_backward(self, stage: int, last: bool) -> None:
         """Before a backward (BW or B) of a microbatch on a stage; `last`: no other gradient follows on it."""
-        whole = (last or self._each) and not self.built.seams.products.puts_off
-        self._counts, self._last = stage if whole else None, last
-        for bucket in self._on.get(stage, ()):
+        whole = (last or self._reduce_each_microbatch) and not self.built.seams.products.puts_off
+        self._completing_stage, self._last_backward = stage if whole else None, last
+        for bucket in self._buckets_on.get(stage, ()):
             bucket.missing = len(bucket.held)
 
-    def accumulate(self, parameter: Tensor | str, grad: Tensor) -> None:
+    def accumulate(self, parameter: Tensor, grad: Tensor) -> None:
         """Add a gradient that was put off to W."""
-        name, bucket = self._of[self._parameters[parameter] if isinstance(parameter, str) else parameter]
+        name, bucket = self._bucket_of[parameter]
         bucket.add(name, grad)
 
     def end_backward(self, stage: int, last: bool) -> None:
         """All gradients of a microbatch on a stage are in."""
-        self._counts, self._last = None, last
-        if last or self._each:
-            self._owed[stage] += 1
-            self._start(stage, force=True)
+        self._completing_stage, self._last_backward = None, last
+        if last or self._reduce_each_microbatch:
+            self._reductions_due[stage] += 1
+            self._start_reductions(stage, force=True)
 
     def finish_backward(self) -> None:
         """Wait until every gradient is the sum over its replicas."""
-        for stage, owed in self._owed.items():
-            if not owed:  # no backward came by
+        for stage, due in self._reductions_due.items():
+            if not due:  # no backward came by
                 self.end_backward(stage, last=True)
         for bucket in self.buckets:
             bucket.finish()
             bucket.reduced = 0
         self._sum_copies()
-        self._owed = Counter(dict.fromkeys(self._on, 0))
+        self._reductions_due = Counter(dict.fromkeys(self._buckets_on, 0))
 
-    def _arrived(self, used: Tensor) -> None:
+    def _on_gradient(self, parameter: Tensor) -> None:
         """Autograd has reached a parameter. Its gradient may have been put off."""
-        grad, used.grad = used.grad, None
+        grad, parameter.grad = parameter.grad, None
         if grad is None:
             return
-        name, bucket = self._of[used]
+        name, bucket = self._bucket_of[parameter]
         bucket.add(name, grad)
-        if self._counts == bucket.stage:  # a tied embedding may be used on another one, too
+        if self._completing_stage == bucket.stage:  # a tied embedding may be used on another one, too
             bucket.missing -= 1
-            self._start(bucket.stage)
+            self._start_reductions(bucket.stage)
 
-    def _start(self, stage: int, force: bool = False) -> None:
+    def _start_reductions(self, stage: int, force: bool = False) -> None:
         """Start the reductions of a stage in their order: of complete buckets, or all that are due."""
-        for bucket in self._on.get(stage, ()):
-            if bucket.reduced == self._owed[stage] + (not force):
+        for bucket in self._buckets_on.get(stage, ()):
+            if bucket.reduced == self._reductions_due[stage] + (not force):
                 continue
             if bucket.missing and not force:
                 return
@@ -225,7 +225,7 @@ class Storage:
             bucket.reduced += 1
 
     def _reduce(self, bucket: Bucket) -> None:
-        bucket.reduce(self._last)
+        bucket.reduce(self._last_backward)
 
     def _sum_copies(self) -> None:
         """Between the stages that hold the same parameters; all of them hold what they share in the same order."""
@@ -267,12 +267,12 @@ class Storage:
         # The fused kernel skips on the device where this is not 0: what torch's GradScaler relies on.
         self.optimizer.found_inf = (~good).float()  # type: ignore[attr-defined]
         # It reads gradients of the master's dtype. Narrower ones are widened by buckets, not all at once.
-        turns = [self.held] if self.grad_dtype == self.dtype else [bucket.held for bucket in self.buckets]
-        for turn in turns:
-            for held in turn.values():
+        portions = [self.held] if self.grad_dtype == self.dtype else [bucket.held for bucket in self.buckets]
+        for portion in portions:
+            for held in portion.values():
                 held.master.grad = held.grad.to(held.master.dtype)
             self.optimizer.step()
-            for held in turn.values():
+            for held in portion.values():
                 held.master.grad = None
         self.publish()
         for bucket in self.buckets:
@@ -290,8 +290,8 @@ class Storage:
     def publish(self) -> None:
         """Masters have changed: what forward uses follows them."""
         for held in self.held.values():
-            if held.used.dtype != held.master.dtype:
-                held.used.data.copy_(held.master)
+            if held.parameter.dtype != held.master.dtype:
+                held.parameter.data.copy_(held.master)
 
     def moments(self, name: str) -> dict[str, Tensor]:
         """What the optimizer knows of a parameter: tensors that lie like its master, and scalars. Nothing is known of
@@ -308,7 +308,7 @@ class Storage:
         """All of this rank's training state, by category of the memory meter."""
         moments = (t for state in self.optimizer.state.values() for t in state.values())
         return {
-            "parameters": [*(h.used for h in self.held.values()), *self._untrained().values()],
+            "parameters": [*(h.parameter for h in self.held.values()), *self._untrained().values()],
             "master": [h.master for h in self.held.values()],  # where it is not the parameter itself
             "gradients": [b.flat for b in self.buckets],
             "optimizer": [t for t in moments if isinstance(t, Tensor)],

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from research.config import ModelConfig, Problem
+from research.config import ModelConfig
+from research.problems import Problem
 
 Values = dict[str, Any]
 

@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from research import settings
-from research.config import ConfigError, ModelConfig, Problem
+from research.config import ModelConfig
+from research.problems import ConfigError, Problem, WeightsError
 from research.weights.families import FAMILIES, IGNORED, LEGAL, REQUIRED, Family
-from research.weights.problems import WeightsError
 
 Values = dict[str, Any]
 

@@ -11,8 +11,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from research.config import ModelConfig, Problem
+from research.config import ModelConfig
 from research.models.params import Spec
+from research.problems import Problem, WeightsError
 from research.weights.configs import family_of, misfits, read_config, write_config
 from research.weights.families import FAMILIES, WHOLE
 from research.weights.files import (
@@ -29,7 +30,6 @@ from research.weights.files import (
     write_json,
     write_shard,
 )
-from research.weights.problems import WeightsError
 from research.weights.tensors import Plan, Theirs, parted, plan, sources, to_theirs
 
 BUFFERS = ("*.rotary_emb.inv_freq",)  # old folders hold what is computed

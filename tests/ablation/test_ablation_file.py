@@ -6,7 +6,7 @@ import pytest
 
 from experiments.command import CHECKS
 from research.ablation import Ablation, matching, plan, read
-from research.config import ConfigError
+from research.problems import ConfigError
 from research.record import run_id
 
 ROOT = Path(__file__).parents[2]

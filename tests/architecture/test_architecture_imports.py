@@ -15,38 +15,39 @@ Trees = Mapping[str, ast.Module]
 # Module or package -> what it may import of this project. The longest name that fits a module counts.
 MAY_IMPORT = {
     "research.presets": "",
-    "research.config": "",
-    "research.settings": "config presets",
+    "research.problems": "",
+    "research.config": "problems",
+    "research.settings": "config problems presets",
     "research.ledger": "",
     "research.mesh": "config ledger",
     "research.comm": "config ledger mesh",
     "research.files": "",
-    "research.weights": "config settings files models weights",
-    "research.record": "config settings files",
+    "research.weights": "config problems settings files models weights",
+    "research.record": "config problems settings files",
     "research.models": "config models",
-    "research.data": "config files data models.batch",
-    "research.parallel": "config mesh comm models.batch models.seams models.kernels models.products "
+    "research.data": "config problems files data models.batch",
+    "research.parallel": "config problems ledger mesh comm models.batch models.seams models.kernels models.products "
     "models.partial_attention models.recompute train.action",  # and its own folder
-    "research.parallel.axis": "built config mesh models.batch models.products models.seams parallel train.action "
-    "train.storage",
+    "research.parallel.axis": "built config problems mesh models.batch models.params models.products models.seams "
+    "parallel train.action train.storage",
     # The one axis that keeps training state: its shards are a kind of storage.
-    "research.parallel.dp": "built config ledger mesh comm models.batch models.products models.recipes models.seams "
-    "parallel.dp train.storage",
+    "research.parallel.dp": "built config problems ledger mesh comm models.batch models.products models.recipes "
+    "models.seams parallel.dp train.storage",
     # It weighs the parts of a model.
     "research.parallel.pp.cut": "config models.decoder models.flops",
     "research.built": "mesh models",
     "research.build": "built config mesh comm models parallel.axis",
     # It counts the parameters of a model in its layout.
-    "research.parallel.dp.cost": "build built config mesh models parallel.axis parallel.dp.shards",
-    "research.launch": "config ledger launch",
-    "research.ablation": "config settings files",
-    "research.attempts": "config settings files record",
-    "research.sweep": "ablation attempts config mesh record sweep",
+    "research.parallel.dp.cost": "built config ledger mesh models parallel.axis parallel.dp.shards",
+    "research.launch": "config problems ledger launch",
+    "research.ablation": "config problems settings files",
+    "research.attempts": "config problems settings files record",
+    "research.sweep": "ablation attempts config mesh problems record sweep",
     "research.train.action": "",
-    "research.train": "attempts config settings files ledger mesh comm record data models parallel.axis built build "
-    "launch train",
-    "research.generate": "build built comm config data generate launch ledger mesh models parallel.axis train.action "
-    "train.handover train.checkpoint weights",
+    "research.train": "attempts config problems settings files ledger mesh comm record data models parallel.axis built "
+    "build launch train",
+    "research.generate": "build built comm config problems data generate launch ledger mesh models parallel.axis "
+    "train.action train.handover train.checkpoint weights",
     "research.report": "ablation attempts config settings files record report",
     "research.report.dry": "config data launch.process mesh train.loop train.memory train.optim train.run",
     "research.report.topology": "launch.process mesh report.figures",

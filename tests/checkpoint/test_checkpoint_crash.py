@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from research.config import ConfigError, LaunchConfig, replace
+from research.config import LaunchConfig, replace
 from research.launch.local import start
 from research.mesh import total_ranks
+from research.problems import ConfigError
 from research.train.checkpoint import tensor_file
 from research.train.checkpoint.choice import folder_of
 from research.train.checkpoint.index import CheckpointError, complete, newest, prune, step_folder, steps_in

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from research import record
-from research.config import ConfigError, replace
+from research.config import replace
 from research.launch.local import start
 from research.mesh import Mesh, total_ranks
+from research.problems import ConfigError
 from research.record import row_path
 from research.train import loop
 from research.train.checkpoint import state as state_module

@@ -75,7 +75,7 @@ def test_padding_and_copies(tmp_path, storage_of, before, after):
         storage.publish()
         assert [p.name for p in pieces if not torch.equal(p.tensor, values_of(p))] == []
         for held in storage.held.values():
-            assert torch.equal(held.used.detach(), held.master.to(held.used.dtype))
+            assert torch.equal(held.parameter.detach(), held.master.to(held.parameter.dtype))
             inside = sum(p.tensor.numel() for p in pieces if p.name == f"weight/{held.name}")
             assert (held.master == UNTOUCHED).sum() == held.master.numel() - inside  # padding is left alone
         return sorted(p.name for p in pieces)

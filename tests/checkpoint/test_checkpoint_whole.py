@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from experiments import run as run_command
-from research.config import ConfigError, RunConfig, replace
+from research.config import RunConfig, replace
 from research.launch.local import start
 from research.mesh import Mesh
+from research.problems import ConfigError
 from research.settings import to_mapping
 from research.train.checkpoint.choice import folder_of, told_start
 from research.train.checkpoint.index import CheckpointError, newest, read_index

@@ -7,7 +7,7 @@ import pytest
 
 from experiments.command import CHECKS
 from research import settings
-from research.config import ConfigError
+from research.problems import ConfigError
 
 
 @pytest.fixture

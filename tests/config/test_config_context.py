@@ -3,7 +3,7 @@
 import pytest
 
 from experiments.command import CHECKS
-from research import config as configs
+from research.problems import ConfigError
 from research.settings import load
 
 TINY = "experiments/configs/tiny.yaml"
@@ -52,7 +52,7 @@ TINY = "experiments/configs/tiny.yaml"
     ],
 )
 def test_refused(words, told):
-    with pytest.raises(configs.ConfigError, match=told):
+    with pytest.raises(ConfigError, match=told):
         load(TINY, words.split(), CHECKS)
 
 

@@ -3,8 +3,8 @@
 import pytest
 
 from experiments.command import CHECKS
-from research import config as configs
 from research import settings
+from research.problems import ConfigError
 
 TINY = "experiments/configs/tiny.yaml"
 
@@ -25,12 +25,12 @@ TINY = "experiments/configs/tiny.yaml"
     ],
 )
 def test_refused(words, told):
-    with pytest.raises(configs.ConfigError, match=told):
+    with pytest.raises(ConfigError, match=told):
         settings.load(TINY, words.split(), CHECKS)
 
 
 def test_all_at_once():
-    with pytest.raises(configs.ConfigError) as caught:
+    with pytest.raises(ConfigError) as caught:
         settings.load(TINY, ["dp.degree=2", "ep.degree=6", "ep.tensor=5", "model.experts=9"], CHECKS)
     assert sorted(p.key for p in caught.value.problems) == ["ep.degree", "ep.degree", "ep.tensor"]
 

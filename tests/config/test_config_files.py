@@ -6,7 +6,8 @@ import pytest
 
 from experiments.command import CHECKS
 from research import settings
-from research.config import ConfigError, DpConfig, RunConfig
+from research.config import DpConfig, RunConfig
+from research.problems import ConfigError
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,7 +11,8 @@ import pytest
 from experiments.command import CHECKS
 from research import config as configs
 from research import settings
-from research.config import ConfigError, RunConfig
+from research.config import RunConfig
+from research.problems import ConfigError
 
 TINY = Path(__file__).parents[2] / "experiments" / "configs" / "tiny.yaml"
 KEYS = [f"{section}.{leaf}" for section, keys in settings.to_mapping(RunConfig()).items() for leaf in keys]

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from research import record
-from research.config import ConfigError, RunConfig, replace
+from research.config import RunConfig, replace
+from research.problems import ConfigError
 from research.settings import from_mapping, help_text, load, to_mapping, to_words, word
 
 

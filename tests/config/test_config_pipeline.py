@@ -1,13 +1,16 @@
 """Pipeline parallelism refuses what has no schedule or leaves a stage empty, by key, value, rule and legal values."""
 
+import dataclasses
+
 import pytest
 
 from experiments.command import CHECKS
 from research import settings
-from research.config import ConfigError
+from research.config import PpConfig
 from research.parallel import pp
 from research.parallel.pp.csv_file import to_csv
-from research.parallel.pp.generate import generate
+from research.parallel.pp.generate import FAMILIES, FILE, generate
+from research.problems import ConfigError
 
 TINY = "experiments/configs/tiny.yaml"
 
@@ -91,3 +94,8 @@ def test_a_schedule_of_a_file_is_checked(tmp_path, change, told):
         return
     with pytest.raises(ConfigError, match=told):
         settings.load(TINY, words, CHECKS)
+
+
+def test_help_names_every_schedule():
+    meanings = {f.name: f.metadata["meaning"] for f in dataclasses.fields(PpConfig)}
+    assert f": {', '.join(FAMILIES)}, or {FILE}PATH" in meanings["schedule"]

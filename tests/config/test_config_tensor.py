@@ -3,8 +3,8 @@
 import pytest
 
 from experiments.command import CHECKS
-from research import config as configs
 from research import settings
+from research.problems import ConfigError
 
 TINY = "experiments/configs/tiny.yaml"
 
@@ -29,7 +29,7 @@ TINY = "experiments/configs/tiny.yaml"
     ],
 )
 def test_refused(words, told):
-    with pytest.raises(configs.ConfigError, match=told):
+    with pytest.raises(ConfigError, match=told):
         settings.load(TINY, words.split(), CHECKS)
 
 

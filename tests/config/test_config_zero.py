@@ -4,8 +4,9 @@ import pytest
 
 from experiments.command import CHECKS
 from research import settings
-from research.config import ConfigError, DpConfig, RunConfig, TpConfig
+from research.config import DpConfig, RunConfig, TpConfig
 from research.parallel.dp import DataParallel
+from research.problems import ConfigError
 
 TINY = "experiments/configs/tiny.yaml"
 

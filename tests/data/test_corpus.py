@@ -9,9 +9,10 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from research.config import ConfigError, DataConfig, RunConfig, replace
+from research.config import DataConfig, RunConfig, replace
 from research.data.corpus import documents, find, problems
 from research.data.tokens import open_tokens
+from research.problems import ConfigError
 
 
 def all_of(path: Path | str, field: str = "text") -> list[str]:

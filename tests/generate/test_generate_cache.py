@@ -13,9 +13,9 @@ from research.generate.decode import Generation
 from research.launch.process import fake_process_group
 from research.mesh import Mesh
 from research.models import seams
-from research.models.cache import cache_bytes
 from research.settings import preset_values
 from tests.generate.forced import CPU, MADE, Forced, config_of, distance, texts
+from tests.models.cache_size import cache_elements
 
 TOLERANCE = 1e-9
 MLA = "model.attention=mla model.rotary_dim=4 model.value_dim=12 model.q_latent=24"
@@ -127,7 +127,7 @@ def empty(preset, **degrees):
 @pytest.mark.parametrize("preset", PUBLISHED)
 def test_bytes_of_a_token(preset):
     cache, model = empty(preset)
-    assert cache.token_bytes == cache_bytes(model) == PUBLISHED[preset]
+    assert cache.token_bytes == 2 * cache_elements(model) == PUBLISHED[preset]
     assert sum(p.nbytes for layer in cache.layers for p in layer.pools) == 4096 * PUBLISHED[preset]
 
 
@@ -148,7 +148,7 @@ def test_bytes_that_are_written(words):
             break
         held = sum(t.length - 1 for t in made.texts)
         written = sum(p.count_nonzero().item() * p.element_size() for layer in made.cache.layers for p in layer.pools)
-        assert written == held * cache_bytes(config.model, 8)
+        assert written == held * 8 * cache_elements(config.model)
 
 
 def test_windows_give_blocks_back():

@@ -6,10 +6,11 @@ import json
 import pytest
 import transformers
 
-from research.config import ConfigError, DataConfig, ModelConfig, RunConfig
+from research.config import DataConfig, ModelConfig, RunConfig
 from research.data.tokenizers import Bytes, Library
 from research.data.tokens import open_tokens
 from research.generate.tokenizer import tokenizer_files, tokenizer_of
+from research.problems import ConfigError
 
 TEXTS = ["line 3: don't  stop,\n\n\tat 2024 or õ", "e\u0301 <s> 多", " "]
 MODEL = ModelConfig(vocab=300)

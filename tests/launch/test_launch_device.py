@@ -9,9 +9,10 @@ import sys
 import pytest
 import torch
 
-from research.config import ConfigError, LaunchConfig
+from research.config import LaunchConfig
 from research.launch import process
 from research.launch.process import Place, choose_device, threads
+from research.problems import ConfigError
 
 
 @pytest.fixture

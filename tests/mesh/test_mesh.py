@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 
 from research import comm
-from research.config import ConfigError, LaunchConfig, RunConfig, replace
+from research.config import LaunchConfig, RunConfig, replace
 from research.launch.local import start
 from research.launch.process import fake_process_group
 from research.mesh import DENSE, EXPERT, Layout, Mesh, total_ranks
+from research.problems import ConfigError
 from research.settings import load
 
 SIZES = [

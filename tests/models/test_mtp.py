@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from research.config import ConfigError, replace
+from research.config import replace
 from research.data import batches as data
 from research.data.packing import Packed
 from research.data.tokens import Tokens
 from research.models.decoder import Decoder
 from research.models.mtp import Prediction
+from research.problems import ConfigError
 from research.settings import from_mapping, to_mapping
 from research.train import loop
 from research.train.executor import Denominators

@@ -143,7 +143,7 @@ def test_planted_ranks_drop_by_themselves(prove, monkeypatch):
 
 def test_planted_bucket_reduced_before_its_last_gradient(prove, monkeypatch):
     def hasty(self, stage, last):
-        self._counts, self._last = stage if last else None, last
+        self._completing_stage, self._last_backward = stage if last else None, last
         for bucket in self.buckets:
             bucket.missing = len(bucket.held) - 1
 

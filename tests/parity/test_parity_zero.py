@@ -79,26 +79,26 @@ def test_every_stage_in_every_layout(prove, stage, layout):
 def test_order_does_not_depend_on_arrival(prove, monkeypatch, stage, together):
     """On one rank gradients arrive the other way round: those of a whole microbatch, or of each of its units, whose
     order is that of the graph."""
-    arrived, end = Storage._arrived, Storage.end_backward
+    on_gradient, end = Storage._on_gradient, Storage.end_backward
     waiting = []
 
-    def late(self, used):
+    def late(self, parameter):
         if self.built.mesh.rank != 1:
-            return arrived(self, used)
-        waiting.append(used)
-        bucket = self._of[used][1]
+            return on_gradient(self, parameter)
+        waiting.append(parameter)
+        bucket = self._bucket_of[parameter][1]
         if len(waiting) == together * len(bucket.held):
             deliver(self)
 
     def deliver(self):
         while waiting:
-            arrived(self, waiting.pop())
+            on_gradient(self, waiting.pop())
 
     def ended(self, stage, last):
         deliver(self)
         end(self, stage, last)
 
-    monkeypatch.setattr(Storage, "_arrived", late)
+    monkeypatch.setattr(Storage, "_on_gradient", late)
     monkeypatch.setattr(Storage, "end_backward", ended)
     assert_equal(prove("dp.degree=3", f"dp.zero={stage}", "train.bucket_mib=0.01", *SMALL.split()))
 

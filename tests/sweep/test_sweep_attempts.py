@@ -8,7 +8,8 @@ import pytest
 
 from research import attempts, settings
 from research.attempts import Failure, Progress
-from research.config import ConfigError, RunConfig
+from research.config import RunConfig
+from research.problems import ConfigError
 from research.sweep.keep import keep
 
 

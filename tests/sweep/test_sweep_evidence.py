@@ -109,9 +109,9 @@ def test_last_error_of_a_long_or_odd_output(tmp_path: Path) -> None:
 
 def test_last_error_that_announces_a_list_has_its_first_entry(tmp_path: Path) -> None:
     path = tmp_path / "output.txt"
-    told = "research.config.ConfigError: 1 problem in the config:\n  a.jsonl line 2 has no text\nmore\n"
+    told = "research.problems.ConfigError: 1 problem in the config:\n  a.jsonl line 2 has no text\nmore\n"
     path.write_text(f"Traceback (most recent call last):\n  File x\n{told}")
-    assert last_error(path) == "research.config.ConfigError: 1 problem in the config: a.jsonl line 2 has no text"
+    assert last_error(path) == "research.problems.ConfigError: 1 problem in the config: a.jsonl line 2 has no text"
 
 
 def test_last_line_prefers_the_one_that_names_an_error() -> None:

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from experiments import gpu
-from research.config import ConfigError
 from research.models.kernels import causal_attention, flash_attention
+from research.problems import ConfigError
 from research.settings import load
 
 

@@ -6,9 +6,10 @@ import time
 
 import pytest
 
-from research.config import ConfigError, replace
+from research.config import replace
 from research.data import tokens
 from research.launch.local import start
+from research.problems import ConfigError
 from research.settings import load
 from research.train import loop, run
 from research.train.loop import Step

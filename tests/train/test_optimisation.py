@@ -55,12 +55,12 @@ def steps_of(config: RunConfig, poison=lambda trainer, index: None):
 
 
 def test_cosine_and_wsd_by_hand():
-    cosine = TrainConfig(steps=40, warmup_steps=10, lr=2.0, min_lr_ratio=0.1)
+    cosine = TrainConfig(steps=40, warmup_steps=10, lr=2.0, min_lr_ratio=0.25)
     want = [2.0 * (i + 1) / 10 for i in range(10)]
-    want += [2.0 * (0.1 + 0.9 * (1 + math.cos(math.pi * i / 30)) / 2) for i in range(1, 31)]
+    want += [2.0 * (0.25 + 0.75 * (1 + math.cos(math.pi * i / 30)) / 2) for i in range(1, 31)]
     assert [learning_rate(cosine, i) for i in range(40)] == pytest.approx(want, abs=1e-12)
     wsd = dataclasses.replace(cosine, schedule="wsd", decay_share=0.25)
-    want = [2.0 * (i + 1) / 10 for i in range(10)] + [2.0] * 20 + [2.0 * (1 - 0.9 * i / 10) for i in range(1, 11)]
+    want = [2.0 * (i + 1) / 10 for i in range(10)] + [2.0] * 20 + [2.0 * (1 - 0.75 * i / 10) for i in range(1, 11)]
     assert [learning_rate(wsd, i) for i in range(40)] == pytest.approx(want, abs=1e-12)
     everything_warms = TrainConfig(steps=3, warmup_steps=3, lr=3.0)
     assert [learning_rate(everything_warms, i) for i in range(3)] == pytest.approx([1, 2, 3])
@@ -77,9 +77,13 @@ def test_norm_of_many_elements(monkeypatch):
     assert float(square_sum(x, torch.float32)) != pytest.approx(want, rel=1e-5)
 
 
-def test_each_step_is_adamw_on_the_clipped_gradient(config):
-    """Against AdamW written out (Loshchilov and Hutter 2019, algorithm 2), decay on matrices only."""
+ADAM = {"beta1": 0.8, "beta2": 0.7, "adam_eps": 1e-4, "weight_decay": 0.3}  # none of them a default
+
+
+def assert_adamw(config):
+    """Three steps, against AdamW written out (Loshchilov and Hutter 2019, algorithm 2), decay on matrices only."""
     config = replace(config, {"train.dtype": "float64", "train.clip": 0.05})
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, **ADAM))
     trainer = Trainer(config, Mesh({}), torch.device("cpu"))
     batches = batches_of(config)
     t = config.train
@@ -103,6 +107,20 @@ def test_each_step_is_adamw_on_the_clipped_gradient(config):
             weights[name] = weights[name] * (1 - lr * decay) - lr * m / (v.sqrt() + t.adam_eps)
         for name, _, got in trainer.storage.weights():
             torch.testing.assert_close(got, weights[name], rtol=1e-10, atol=1e-13)
+
+
+def test_each_step_is_adamw_on_the_clipped_gradient(config):
+    assert_adamw(config)
+
+
+@pytest.mark.parametrize("key", ADAM)
+def test_planted_default_in_place_of_a_key(config, monkeypatch, key):
+    def adamw(given, parameters, real=storage.adamw):
+        return real(dataclasses.replace(given, **{key: getattr(TrainConfig(), key)}), parameters)
+
+    monkeypatch.setattr(storage, "adamw", adamw)
+    with pytest.raises(AssertionError, match="not close"):
+        assert_adamw(config)
 
 
 @pytest.mark.parametrize("gradients_of", ["float32", "bfloat16"])
@@ -144,7 +162,7 @@ def test_a_non_finite_step_is_seen_by_all_ranks(config, mode, ranks):
 
     def poison(trainer, index):
         if index == 3 and trainer.mesh.rank == ranks - 1:
-            used = trainer.storage.held["layers.1.ffn.w_down"].used
+            used = trainer.storage.held["layers.1.ffn.w_down"].parameter
 
             def once(grad):
                 handle.remove()
@@ -208,7 +226,7 @@ def test_bfloat16_keeps_float32_masters_and_gradients(config):
     batches = batches_of(config)
     for held in trainer.storage.held.values():
         routes = held.name.endswith("router")
-        assert held.used.dtype == (torch.float32 if routes else torch.bfloat16)
+        assert held.parameter.dtype == (torch.float32 if routes else torch.bfloat16)
         assert held.master.dtype == held.grad.dtype == torch.float32
         assert torch.equal(held.master, exact.storage.held[held.name].master), "masters start unrounded"
     trainer.backward(batches(0))
@@ -310,7 +328,7 @@ def test_buckets_travel_beside_the_backward(config, monkeypatch):
             return real(x, group, purpose, op)
 
         monkeypatch.setattr(comm, "start_all_reduce", noted)
-        trainer.storage.held["embedding.weight"].used.register_post_accumulate_grad_hook(
+        trainer.storage.held["embedding.weight"].parameter.register_post_accumulate_grad_hook(
             lambda p: events.append("embedding")
         )
         trainer.backward(batches_of(config)(0))

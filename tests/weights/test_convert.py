@@ -11,8 +11,9 @@ import torch
 from experiments import convert
 from experiments.command import main
 from experiments.run import train
-from research.config import ConfigError, RunConfig
+from research.config import RunConfig
 from research.data.tokenizers import Library
+from research.problems import ConfigError
 from research.settings import to_mapping
 from research.train.checkpoint.index import Entry, Index, stored_name, write_index
 from research.train.checkpoint.storage import WEIGHT

@@ -8,9 +8,9 @@ import transformers
 
 from research.config import ModelConfig
 from research.presets import PRESETS
+from research.problems import WeightsError
 from research.weights.configs import canonical, family_of, misfits, read_config, write_config
 from research.weights.families import FAMILIES, REQUIRED
-from research.weights.problems import WeightsError
 from tests.weights.cases import ORACLES, model_of
 
 # As on the hub, less keys that say nothing of the model.

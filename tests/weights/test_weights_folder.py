@@ -9,10 +9,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers.modeling_layers import MtpModel
 
+from research.problems import WeightsError
 from research.weights.families import FAMILIES
 from research.weights.files import INDEX, SINGLE
 from research.weights.folder import HuggingFaceFolder, export
-from research.weights.problems import WeightsError
 from tests.models.hugging_face import batch, ours, widened
 from tests.weights.cases import ORACLES, Held, model_of, random_weights
 

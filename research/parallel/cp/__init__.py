@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from research.config import Problem, RunConfig, degrees, divisors
+from research.config import RunConfig, degrees
 from research.mesh import Group, Mesh
 from research.models.batch import Batch
 from research.models.products import Products
@@ -20,6 +20,7 @@ from research.parallel.cp.attention import blockwise_attention
 from research.parallel.cp.plan import Plan, held, make_plan, positions
 from research.parallel.cp.transport import Gather, Ring
 from research.parallel.cp.ulysses import heads_for_tokens, inner_degree, tokens_for_heads
+from research.problems import Problem, divisors
 
 
 class ContextParallel:
@@ -43,7 +44,7 @@ class ContextParallel:
             below = sequence // parts * parts
             legal = ", ".join(str(n) for n in (below, below + parts) if n)
             yield Problem("data.sequence", sequence, rule, f"{legal}, ..")
-        inner, heads = inner_degree(cp), config.model.heads // max(degrees(config)["tp"], 1)
+        inner, heads = inner_degree(cp), config.model.heads // degrees(config)["tp"]
         if heads % inner:
             key = "cp.ulysses" if cp.method == "hybrid" else "cp.degree"
             rule = f"must divide the {heads} heads of each rank (model.heads/tp.degree), with cp.method={cp.method}"

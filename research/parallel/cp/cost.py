@@ -3,15 +3,13 @@
 T tokens of a step on this rank, n ranks: u of Ulysses times N of the ring, H heads, G kv heads, h head dim, v of values
 """
 
-from collections import defaultdict
 from collections.abc import Iterator
 from fractions import Fraction
 
 from research.config import ELEMENT_BYTES, RunConfig, degrees, step_tokens
+from research.ledger import Bytes, added
 from research.parallel.cp.plan import make_plan
 from research.parallel.cp.ulysses import copies, inner_degree
-
-Bytes = dict[str, Fraction]  # by "purpose/op/phase" of the ledger
 
 
 def traffic(config: RunConfig, rank: int | None = None) -> Bytes:
@@ -22,17 +20,14 @@ def traffic(config: RunConfig, rank: int | None = None) -> Bytes:
     if rank is None:
         everyone = (traffic(config, r) for r in range(config.cp.degree))
         return max(everyone, key=lambda received: sum(received.values()))
-    received: defaultdict[str, Fraction] = defaultdict(Fraction)
     c = config.model
-    for layer in [*range(c.layers), *[c.layers - 1] * c.mtp_depth]:
-        for label, n in _layer(config, c.window_of(layer), rank):
-            received[label] += n
-    return {label: n for label, n in received.items() if n}
+    windows = [c.window_of(layer) for layer in [*range(c.layers), *[c.layers - 1] * c.mtp_depth]]
+    return added(part for window in windows for part in _layer(config, window, rank))
 
 
 def _layer(config: RunConfig, window: int, rank: int) -> Iterator[tuple[str, Fraction]]:
     """With full recompute the forward is repeated in backward."""
-    c, cp, tokens, tp = config.model, config.cp, step_tokens(config), max(degrees(config)["tp"], 1)
+    c, cp, tokens, tp = config.model, config.cp, step_tokens(config), degrees(config)["tp"]
     element = ELEMENT_BYTES[config.train.dtype]
     wide = max(element, ELEMENT_BYTES["float32"])
     forward = ["F", "BW"] if config.train.recompute == "full" else ["F"]

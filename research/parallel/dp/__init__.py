@@ -5,12 +5,13 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 
 from research.built import Built
-from research.config import Problem, RunConfig, degrees, divisors
+from research.config import RunConfig, degrees
 from research.mesh import Mesh
 from research.models.batch import Batch
 from research.models.products import Products
 from research.models.seams import Seam
 from research.parallel.dp.zero import Zero
+from research.problems import Problem, divisors
 from research.train.storage import Storage
 
 

@@ -4,22 +4,20 @@ n ranks that share a box and cut it, R copies of each shard, p elements of a sha
 """
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
 
 import torch
 
-from research.build import layout_of
 from research.built import DTYPES
 from research.config import ModelConfig, RunConfig, degrees
+from research.ledger import Bytes, added, largest
 from research.mesh import Layout, Mesh
 from research.models.decoder import Decoder, names_of, specs
 from research.models.params import Spec
-from research.parallel.axis import staged
+from research.parallel.axis import layout_of, staged
 from research.parallel.dp.shards import Cut
-
-Bytes = dict[str, Fraction]  # by "purpose/op/phase" of the ledger
 
 
 def traffic(config: RunConfig) -> Bytes:
@@ -31,19 +29,17 @@ def traffic(config: RunConfig) -> Bytes:
     cut = staged(config)
     held = [{stage: set(names_of(parts, declared)) for stage, parts in stages.items()} for stages in cut.stages(config)]
     last = max(stage for stages in held for stage in stages)
-    found: Bytes = {}
-    for rank, stages in enumerate(held):
+
+    def parts(rank: int) -> Iterator[tuple[str, Fraction]]:
+        stages = held[rank]
         passes = Counter(a.stage for a in cut.program(config, rank).actions if a.kind == "F")
-        received: defaultdict[str, Fraction] = defaultdict(Fraction)
         for name in set().union(*stages.values()):
             if declared[name].trained:
                 holders = sum(any(name in names for names in of_rank.values()) for of_rank in held)
                 visits = {stage: passes[stage] for stage, names in stages.items() if name in names}
-                for label, nbytes in _of_parameter(config, name, declared[name], visits, last, holders):
-                    received[label] += nbytes
-        for label, nbytes in received.items():
-            found[label] = max(nbytes, found.get(label, nbytes))
-    return {label: nbytes for label, nbytes in found.items() if nbytes}
+                yield from _of_parameter(config, name, declared[name], visits, last, holders)
+
+    return largest(added(parts(rank)) for rank in range(len(held)))
 
 
 def sharing(mesh: Mesh, layout: Layout, parts: int) -> tuple[int, int]:

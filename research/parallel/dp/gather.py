@@ -40,7 +40,7 @@ class Unit:
         self.gathered = False
         self.coming: list[comm.Pending] = []
         self.awaited = 0  # parameters that the backward under way has yet to reach; 0: it is not in backward
-        self.parameters = [shard.used for bucket in buckets for shard in bucket.held.values()]
+        self.parameters = [shard.parameter for bucket in buckets for shard in bucket.held.values()]
         sizes = [-(-p.nbytes // ALIGNED) * ALIGNED for p in self.parameters]
         self.memory = torch.empty(sum(sizes), dtype=torch.uint8, device=self.parameters[0].device)
         for parameter, part in zip(self.parameters, self.memory.split(sizes), strict=True):

@@ -204,4 +204,4 @@ class Sharded(Bucket):
         with self.ledger.buffers():
             rows = coming.wait()
             for shard in self.held.values():
-                shard.place.cut.write(shard.place.weight(rows), shard.used.data)
+                shard.place.cut.write(shard.place.weight(rows), shard.parameter.data)

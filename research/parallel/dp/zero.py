@@ -43,7 +43,7 @@ class Zero(Storage):
         }
         units = units_of(built.model)
         self._unit = {f"{unit}.{name}": unit for unit, m in units.items() for name, _ in m.named_parameters()}
-        super().__init__(built, config, device, grad_dtype, each=self.cuts_gradients)
+        super().__init__(built, config, device, grad_dtype, reduce_each_microbatch=self.cuts_gradients)
         self._gathering = Gathering(self._to_gather(units), mesh.ledger, dp.keep_gathered)
 
     def _to_gather(self, units: Mapping[str, nn.Module]) -> Iterator[tuple[nn.Module, list[Sharded]]]:
@@ -52,11 +52,11 @@ class Zero(Storage):
             for unit, module in units.items():
                 yield module, [b for b in self.buckets if self._unit[next(iter(b.held))] == unit]
 
-    def _limit(self) -> float:
-        return math.inf if self.cuts_parameters else super()._limit()
+    def _bucket_limit_bytes(self) -> float:
+        return math.inf if self.cuts_parameters else super()._bucket_limit_bytes()
 
-    def _together(self, name: str) -> Hashable:
-        return super()._together(name), self._unit[name] if self.cuts_parameters else None
+    def _bucket_key(self, name: str) -> Hashable:
+        return super()._bucket_key(name), self._unit[name] if self.cuts_parameters else None
 
     def _bucket(self, names: Sequence[str]) -> Sharded:
         ranks = self._ranks[names[0]]
@@ -72,20 +72,20 @@ class Zero(Storage):
         return Sharded(ranks.copies, stage, held, flat, ranks, ledger, row_bytes, rows, kept)
 
     def _shard(self, name: str, place: Place, rank: int, flat: Tensor, kept: Tensor | None) -> Shard:
-        used, cut = self._parameters[name], place.cut
-        whole = self.built.initial(name) if self.cuts_parameters else used.detach()
+        parameter, cut = self._parameters[name], place.cut
+        whole = self.built.initial(name) if self.cuts_parameters else parameter.detach()
         part = cut.split(whole).select(cut.dim, rank)
         weight = part.contiguous() if kept is None else place.weight(kept).view(cut.shard_shape).copy_(part)
         # The optimizer steps what forward uses where that has the master's dtype and lies in one piece.
         own = place.dtype == self.dtype
         master = weight if own else part.clone(memory_format=torch.contiguous_format)
         self._cast(name)
-        return Shard(name, used, master, place.gradient(flat).view(cut.shard_shape), place)
+        return Shard(name, parameter, master, place.gradient(flat).view(cut.shard_shape), place)
 
     def _cast(self, name: str) -> None:
         if self.cuts_parameters:
-            used = self._parameters[name]
-            used.data = hollow(tuple(used.shape), self._used_dtype(name), self.device)
+            parameter = self._parameters[name]
+            parameter.data = hollow(tuple(parameter.shape), self._used_dtype(name), self.device)
         else:
             super()._cast(name)
 
@@ -100,9 +100,9 @@ class Zero(Storage):
         super().finish_backward()
         self._gathering.drop()
 
-    def _arrived(self, used: Tensor) -> None:
-        super()._arrived(used)
-        self._gathering.reached(used)
+    def _on_gradient(self, parameter: Tensor) -> None:
+        super()._on_gradient(parameter)
+        self._gathering.reached(parameter)
 
     def _reduce(self, bucket: Bucket) -> None:
         """One reduction is under way at a time: the one before has had the time of a bucket's backward."""

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterator, Mapping
 
-from research.config import Problem, RunConfig, degrees, divisors, microbatch_tokens
+from research.config import RunConfig, degrees, microbatch_tokens
 from research.mesh import Mesh
 from research.models.batch import Batch
 from research.models.products import Products
 from research.models.seams import Seam
 from research.parallel.ep.dispatch import DISPATCH, experts
+from research.problems import Problem, divisors
 
 
 class ExpertParallel:

@@ -3,14 +3,13 @@
 D model, E experts, K top-k, n ranks of the group
 """
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
 from research.config import ELEMENT_BYTES, ModelConfig, RunConfig, microbatch_tokens, step_tokens
+from research.ledger import Bytes, added
 
-Bytes = dict[str, Fraction]  # by "purpose/op/phase" of the ledger
 COUNT, ID = 8, 4  # bytes
 
 
@@ -27,15 +26,11 @@ def traffic(config: RunConfig, loads: Sequence[Load] | None = None) -> Bytes:
     """Bytes that one rank receives along ep in one training step, without the sums of gradients. `loads`: of each MoE
     layer, those of multi-token prediction last; None: all experts have as much to do. What all-gather receives depends
     on no load."""
-    received: defaultdict[str, Fraction] = defaultdict(Fraction)
-    if config.ep.degree * config.ep.tensor > 1:
-        if config.ep.dispatch == "all_gather":
-            collectives = _all_gather(config)
-        else:
-            collectives = _all_to_all(config, even(config) if loads is None else loads)
-        for label, n in collectives:
-            received[label] += n
-    return {label: n for label, n in received.items() if n}
+    if config.ep.degree * config.ep.tensor == 1:
+        return {}
+    if config.ep.dispatch == "all_gather":
+        return added(_all_gather(config))
+    return added(_all_to_all(config, even(config) if loads is None else loads))
 
 
 def even(config: RunConfig) -> list[Load]:

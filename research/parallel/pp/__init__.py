@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
 
-from research.config import PpConfig, Problem, RunConfig
+from research.config import PpConfig, RunConfig
 from research.mesh import Mesh
 from research.models.batch import Batch
 from research.models.products import Products
@@ -14,6 +14,7 @@ from research.parallel.pp.cut import FORM, LEGAL, cut_of, with_copies
 from research.parallel.pp.generate import FILE, generate, refusals, stages_of
 from research.parallel.pp.program import evaluation, program_of
 from research.parallel.pp.schedule import Schedule, as_run
+from research.problems import Problem
 from research.train.action import Program
 
 KEYS = {"schedule": "pp.schedule", "ranks": "pp.degree", "microbatches": "train.microbatches"}

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from research.parallel.pp.schedule import Schedule
 from research.train.action import Action, Entry, made, parts
 
-GRADIENT = ("B", "BW")  # kinds that make the gradient of a stage's input
 MANY = 6  # problems that are worth reading at once
 
 

@@ -3,15 +3,13 @@
 b samples of a microbatch, S tokens of a sample and D model on this rank
 """
 
-from collections import defaultdict
 from fractions import Fraction
 
 from research.config import ELEMENT_BYTES, RunConfig, microbatch_tokens
+from research.ledger import Bytes, added, largest
 from research.parallel.pp import schedule_of
 from research.parallel.pp.check import messages
 from research.parallel.pp.schedule import Schedule
-
-Bytes = dict[str, Fraction]  # by "purpose/op/phase" of the ledger
 
 
 def traffic(config: RunConfig) -> Bytes:
@@ -23,11 +21,7 @@ def traffic(config: RunConfig) -> Bytes:
     element = ELEMENT_BYTES[config.train.dtype]
     cut = config.tp.degree if config.tp.sequence else 1
     sizes = [Fraction(n * config.model.dim * element, cut) for n in microbatch_tokens(config)]
-    found: Bytes = {}
-    for received in by_rank(schedule_of(config.pp, config.train.microbatches), sizes):
-        for label, n in received.items():
-            found[label] = max(n, found.get(label, n))
-    return found
+    return largest(by_rank(schedule_of(config.pp, config.train.microbatches), sizes))
 
 
 def by_rank(schedule: Schedule, sizes: list[Fraction]) -> list[Bytes]:
@@ -35,11 +29,11 @@ def by_rank(schedule: Schedule, sizes: list[Fraction]) -> list[Bytes]:
     it."""
     actions = (a for rank in range(schedule.ranks) for a in schedule.flat(rank))
     backward = {(a.stage, a.microbatch): a.kind for a in actions if a.kind in ("B", "BW")}
-    found: list[defaultdict[str, Fraction]] = [defaultdict(Fraction) for _ in range(schedule.ranks)]
+    parts: list[list[tuple[str, Fraction]]] = [[] for _ in range(schedule.ranks)]
     for (_, receiver), sent in messages(schedule).items():
         for kind, stage, m in sent:
             label = f"activations/receive/{kind}"
             if kind != "F":
                 label = f"gradients/receive/{backward[stage - 1, m]}"
-            found[receiver][label] += sizes[m]
-    return [dict(of_rank) for of_rank in found]
+            parts[receiver].append((label, sizes[m]))
+    return [added(of_rank) for of_rank in parts]

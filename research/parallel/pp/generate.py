@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from research.config import Problem
 from research.parallel.pp import bidirectional, looped, v_shaped
 from research.parallel.pp.csv_file import read
 from research.parallel.pp.schedule import Family, Schedule, restrict
+from research.problems import Problem
 
 FILE = "file:"
 FAMILIES: Mapping[str, Family] = {

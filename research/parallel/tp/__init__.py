@@ -11,13 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from research import comm
-from research.config import ModelConfig, Problem, RunConfig, degrees, divisors
+from research.config import ModelConfig, RunConfig, degrees
 from research.mesh import Group, Mesh
 from research.models import kernels
 from research.models.batch import Batch
 from research.models.products import Products
 from research.models.seams import Seam
 from research.parallel.tp.products import column, row
+from research.problems import Problem, divisors
 
 
 class TensorParallel:

@@ -3,23 +3,17 @@
 T tokens on this rank, D model, n tp ranks
 """
 
-from collections import defaultdict
 from collections.abc import Iterator
 from fractions import Fraction
 
 from research.config import ELEMENT_BYTES, RunConfig, step_tokens
-
-Bytes = dict[str, Fraction]  # by "purpose/op/phase" of the ledger
+from research.ledger import Bytes, added
 
 
 def traffic(config: RunConfig) -> Bytes:
     """Bytes that one rank receives along tp in one training step of a model that is whole on a stage (pp.degree=1),
     without the sums of gradients: those belong to the storage of parameters, along whichever axes copies lie."""
-    received: defaultdict[str, Fraction] = defaultdict(Fraction)
-    if config.tp.degree > 1:
-        for label, n in _collectives(config):
-            received[label] += n
-    return dict(received)
+    return added(_collectives(config)) if config.tp.degree > 1 else {}
 
 
 def _collectives(config: RunConfig) -> Iterator[tuple[str, Fraction]]:

@@ -5,8 +5,9 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from research.config import ConfigError, Problem, RunConfig, text_of
+from research.config import RunConfig
 from research.files import writable
+from research.problems import ConfigError, Problem, text_of
 from research.record import identity_of, row_path, run_id
 from research.settings import flat, to_mapping
 from research.train.checkpoint.index import (

@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from research import comm
-from research.config import ConfigError, Problem, RunConfig
+from research.config import RunConfig
+from research.problems import ConfigError, Problem
 from research.train.checkpoint.choice import folder_of, resumed_from, weights_from
 from research.train.checkpoint.index import CheckpointError
 from research.train.checkpoint.state import History, restore, save_everything, take_weights

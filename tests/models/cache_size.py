@@ -1,4 +1,4 @@
-"""Size of the key-value cache of a model that generates: a closed formula."""
+"""Size of the key-value cache of a model, in closed form; papers tell it, pools of `generate` have it."""
 
 from research.config import ModelConfig
 
@@ -8,8 +8,3 @@ def cache_elements(c: ModelConfig) -> int:
     and MQA keep less than MHA; for latent attention the latent and the one turned key. A layer with a window drops a
     token again once it is `window` tokens old."""
     return c.layers * (c.kv_latent + c.rotary_dim if c.attention == "mla" else 2 * c.kv_heads * c.head_dim)
-
-
-def cache_bytes(c: ModelConfig, element_bytes: float = 2) -> float:
-    """Bytes that all layers keep of one token; bfloat16 has 2 an element, and 6 bits are 0.75."""
-    return cache_elements(c) * element_bytes
