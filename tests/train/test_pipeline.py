@@ -4,107 +4,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
-from research.data.tokens import open_tokens
 from research.launch.local import start
 from research.launch.process import fake_process_group
 from research.mesh import Mesh, total_ranks
-from research.parallel.pp import PipelineParallel, cost, schedule_of
-from research.parallel.pp.check import check
+from research.parallel.pp import PipelineParallel, cost
 from research.parallel.pp.generate import generate
 from research.parallel.pp.program import evaluation, program_of
 from research.parallel.pp.simulate import simulate
-from research.settings import load
-from research.train import executor
 from research.train.action import Action, made
 from research.train.handover import Handover
 from research.train.loop import Trainer
-from research.train.memory import peak_bytes
-from research.train.run import global_batches, run
-
-LIMIT_S = 120.0
-
-
-@pytest.fixture
-def layout(text, tmp_path):
-    def made_of(*words):
-        given = [f"data.path={text}", f"data.cache={tmp_path}/cache", f"record.folder={tmp_path}", *words]
-        return load("experiments/configs/tiny.yaml", given)
-
-    return made_of
-
-
-def on_ranks(config, body):
-    """`body(trainer, microbatches)` on every rank, of the first step."""
-
-    def rank(place, device):
-        trainer = Trainer(config, Mesh.from_config(config, place.world, place.rank), device)
-        return body(trainer, global_batches(config, open_tokens(config.data)).microbatches_of(0))
-
-    return start(rank, total_ranks(config), config.launch, LIMIT_S)
-
-
-def flops(trainer, microbatches):
-    with FlopCounterMode(display=False) as counter:
-        trainer.backward(microbatches)
-    return counter.get_total_flops()
-
-
-@pytest.mark.parametrize("words", ["", "tp.degree=2", "tp.degree=2 tp.sequence=false"])
-def test_no_product_is_computed_twice(layout, words):
-    """Split into two passes or not, on one rank or on two."""
-    one = layout("model.experts=0", *words.split())
-    whole = sum(on_ranks(one, flops))
-    for name in ("zb_h1", "zbv"):
-        config = layout("model.experts=0", "pp.degree=2", f"pp.schedule={name}", *words.split())
-        assert sum(on_ranks(config, flops)) == whole > 0
-
-
-def test_the_input_gradient_alone_makes_no_weight_gradient(layout, monkeypatch):
-    """Of a stage without embedding's and head's products, which stay in B: each pass computes as much as the others."""
-    found = {}
-    real = executor._Walk.run
-
-    def counted(self, action):
-        with FlopCounterMode(display=False) as counter:
-            real(self, action)
-        found[action.kind] = found.get(action.kind, 0) + counter.get_total_flops()
-
-    monkeypatch.setattr(executor._Walk, "run", counted)
-    words = ["model.experts=0", "pp.degree=4", "pp.schedule=zb_h1"]
-    first, middle, *_ = on_ranks(layout(*words), lambda trainer, batches: trainer.backward(batches) and dict(found))
-    assert middle["F"] == middle["B"] == middle["W"] > 0
-    assert first["BW"] == 2 * first["F"] == 2 * middle["F"] and set(first) == {"F", "BW"}
-
-
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_h1", "zb_h2", "zbv", "v_min", "dualpipe", "dualpipe_v"])
-def test_live_activations_are_those_that_the_checker_counts(layout, monkeypatch, name):
-    most = [0]
-    real = executor._Walk.run
-
-    def counted(self, action):
-        real(self, action)
-        most[0] = max(most[0], len(self._roots) + len(self._kept))
-
-    monkeypatch.setattr(executor._Walk, "run", counted)
-    config = layout("pp.degree=2", f"pp.schedule={name}", "train.microbatches=8", "model.experts=0")
-    found = on_ranks(config, lambda trainer, batches: trainer.backward(batches) and most[0])
-    assert tuple(found) == check(schedule_of(config.pp, 8)).live
-
-
-def test_peak_bytes_are_those_of_the_live_activations(layout):
-    """gpipe's grow with the microbatches, 1f1b's do not; zb_h1 holds what W needs a little longer."""
-
-    def peak(name, microbatches):
-        words = ["pp.degree=2", f"pp.schedule={name}", f"train.global_batch={4 * microbatches}"]
-        words += ["model.experts=0", "train.dtype=float32", f"train.microbatches={microbatches}"]
-        return on_ranks(layout(*words), lambda t, b: peak_bytes(t, b)["activations"])[0]
-
-    live = peak("1f1b", 4)  # of two microbatches
-    assert peak("1f1b", 8) == pytest.approx(live, rel=0.05)
-    assert 3.4 < peak("gpipe", 8) / live < 4.2
-    assert peak("zb_h1", 8) < 1.5 * live
+from research.train.run import run
+from tests.train.first_step import LIMIT_S, on_ranks
 
 
 def test_groups_of_a_large_layout_are_as_many_as_the_readme_says(layout, monkeypatch):
