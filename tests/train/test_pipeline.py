@@ -12,6 +12,7 @@ from research.parallel.pp import PipelineParallel, cost
 from research.parallel.pp.generate import generate
 from research.parallel.pp.program import evaluation, program_of
 from research.parallel.pp.simulate import simulate
+from research.train import executor
 from research.train.action import Action, made
 from research.train.handover import Handover
 from research.train.loop import Trainer
@@ -103,14 +104,50 @@ def test_a_step_receives_what_the_formula_says(layout, words):
     assert most == cost.traffic(config)
 
 
-def test_losses_of_microbatches_are_the_same_in_every_schedule(layout):
-    words = ["train.microbatches=8", "train.global_batch=24"]
-    wanted = on_ranks(layout(*words), lambda t, b: t.backward(b).by_microbatch)[0]
-    assert wanted.shape == (8, 2) and len(set(wanted[:, 0].tolist())) == 8
-    for name in ("gpipe", "zbv", "dualpipe"):
-        config = layout("pp.degree=2", f"pp.schedule={name}", *words)
-        for rank in on_ranks(config, lambda t, b: t.backward(b).by_microbatch):
-            torch.testing.assert_close(rank, wanted, rtol=1e-13, atol=0)
+UNEVEN = ["train.microbatches=7", "train.global_batch=11", "model.layers=6", "model.mtp_depth=2"]
+
+
+def losses_alone(trainer, batches):
+    """(M, 2 + depths): each microbatch through the whole model by itself, its terms as parts of the step's."""
+    with torch.no_grad():
+        terms = torch.stack([torch.stack(trainer.built.model(b).terms) for b in batches])
+    counted = [sum(int((t >= 0).sum()) for t in targets) for targets in zip(*map(targets_of, batches), strict=True)]
+    tokens = torch.tensor([b.tokens.numel() for b in batches], dtype=terms.dtype)
+    terms[:, 1] *= tokens / tokens.sum()
+    terms[:, [0, 2, 3]] /= torch.tensor(counted)
+    return terms
+
+
+def targets_of(batch):
+    return [batch.targets, *(a.targets for a in batch.ahead)]
+
+
+def off(layout, words):
+    """The largest relative error of a loss of a microbatch, on any rank."""
+    (wanted,) = on_ranks(layout(*UNEVEN), losses_alone)
+    assert wanted.shape == (7, 4) and all(len(set(column.tolist())) == 7 for column in wanted.T)
+    found = on_ranks(layout(*UNEVEN, *words.split()), lambda t, b: t.backward(b).by_microbatch)
+    return max(((rank - wanted) / wanted).abs().max().item() for rank in found)
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["", "pp.degree=2", "pp.degree=2 pp.schedule=dualpipe", "pp.degree=4 pp.schedule=interleaved_zb"],
+)
+def test_losses_of_microbatches_come_in_order_whatever_the_schedule(layout, words):
+    assert off(layout, words) < 1e-13
+
+
+def test_planted_losses_in_another_order(layout, monkeypatch):
+    real = executor._Walk._forward
+
+    def backwards(self, action):
+        self.losses = self.losses.flip(0)
+        real(self, action)
+        self.losses = self.losses.flip(0)
+
+    monkeypatch.setattr(executor._Walk, "_forward", backwards)
+    assert off(layout, "") > 1e-3
 
 
 def test_a_run_over_stages_has_the_row_of_one_process(layout):
