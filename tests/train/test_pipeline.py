@@ -1,13 +1,16 @@
 """The executor on several ranks: what it computes, holds and sends, beside what the schedule promises."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
+from research import comm
 from research.launch.local import start
 from research.launch.process import fake_process_group
 from research.mesh import Mesh, total_ranks
+from research.models import products
 from research.parallel.pp import PipelineParallel, cost
 from research.parallel.pp.generate import generate
 from research.parallel.pp.program import evaluation, program_of
@@ -78,6 +81,60 @@ def test_large_messages_cross_without_a_deadlock(layout, name, ranks, mib, per_r
 
     received = start(rank, ranks, layout().launch, LIMIT_S)
     assert all(n % (mib * 2**20) == 0 for n in received) and sum(received) > 0
+
+
+def asked_for(monkeypatch, layout, name):
+    """On all ranks, of the products that are computed while a sender still has messages for the rank: how many there
+    are, and during how many the next message was not yet asked for."""
+    asked, used, found = Counter(), Counter(), Counter()
+    start_receive, wait, linear = comm.start_receive, comm.Receiving.wait, products.linear
+
+    def start_counted(out, way, purpose):
+        asked[way.ranks[0]] += 1
+        return start_receive(out, way, purpose)
+
+    def wait_counted(self):
+        used[self._group.ranks[0]] += 1
+        return wait(self)
+
+    def body(trainer, batches):
+        due = {sender: len(names) for sender, names in trainer.program.receives.items()}
+
+        def watched(x, w):
+            left = [sender for sender, n in due.items() if used[sender] < n]
+            found["products"] += len(left)
+            found["late"] += sum(asked[sender] <= used[sender] for sender in left)
+            return linear(x, w)
+
+        monkeypatch.setattr(products, "linear", watched)
+        trainer.backward(batches)
+        assert used == due
+        return found
+
+    monkeypatch.setattr(comm, "start_receive", start_counted)
+    monkeypatch.setattr(comm.Receiving, "wait", wait_counted)
+    words = ["pp.degree=2", f"pp.schedule={name}", "train.microbatches=4", "model.experts=0"]
+    return sum(on_ranks(layout(*words), body), Counter())
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "dualpipe"])
+def test_messages_are_asked_for_before_they_are_needed(layout, monkeypatch, name):
+    """So that they travel beside what is computed."""
+    found = asked_for(monkeypatch, layout, name)
+    assert found["products"] > 100 and found["late"] == 0
+
+
+def test_planted_messages_asked_for_when_they_are_needed(layout, monkeypatch):
+    def late(self, name):
+        if name not in self._sender:
+            return self._here.pop(name)
+        sender = self._sender[name]
+        while name not in self._coming[sender]:
+            self._ask(sender)
+        return self._coming[sender].pop(name).wait()
+
+    monkeypatch.setattr(Handover, "take", late)
+    assert asked_for(monkeypatch, layout, "1f1b")["late"] > 0
 
 
 @pytest.mark.parametrize(
