@@ -50,6 +50,15 @@ def test_a_program_takes_one_simulation_and_serves_every_evaluation(layout, monk
     assert len(found[0].entries) == 10 and len(found[3].entries) == 12
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_an_evaluation_is_dealt_out_over_both_copies_of_a_stage(ranks):
+    """However many more batches it has than a step has microbatches: 3 of 6 go either way."""
+    schedule = evaluation(generate("dualpipe", ranks, 6), 18)
+    for rank, stages in enumerate(schedule.holds):
+        met = Counter(action.stage for action in schedule.flat(rank))
+        assert met == dict.fromkeys(stages, 9)
+
+
 @pytest.mark.parametrize(
     ("name", "ranks", "mib", "per_rank"),
     [("1f1b", 2, 16, None), ("interleaved", 2, 16, 3), ("dualpipe", 2, 16, None), ("zbv", 4, 4, None)],
