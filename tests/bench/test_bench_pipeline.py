@@ -2,6 +2,7 @@
 
 import pytest
 
+from experiments import pipeline
 from research.bench.pipeline import computed, slept
 from research.parallel.pp.generate import FAMILIES
 from research.settings import load
@@ -42,3 +43,19 @@ def test_computing_stages_take_their_simulated_time(config):
     words = ["pp.degree=2", "model.layers=8", "train.microbatches=8", "train.dtype=float32", "model.experts=0"]
     words += ["model.dim=256", "model.ffn=768", "data.sequence=256"]
     alike([computed(config(name, *words)) for name in ("gpipe", "1f1b", "zb_h1", "zbv")], 0.15)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        *(
+            (f"1f1b ms={ms}", f"ms={ms} is no time of a pass; legal: a number of milliseconds, more than 0\n")
+            for ms in ("0", "-3", "abc", "", "nan", "inf")
+        ),
+        ("1f1b zbw", "pp.schedule=zbw is unknown; legal: gpipe"),
+    ],
+)
+def test_bad_words_are_told_before_anything_is_measured(capsys, monkeypatch, words, told):
+    monkeypatch.delattr(pipeline, "slept")
+    assert pipeline.main(words.split()) == 2
+    assert told in capsys.readouterr().err

@@ -1,110 +1,26 @@
 """The executor on several ranks: what it computes, holds and sends, beside what the schedule promises."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
-from research.data.tokens import open_tokens
+from research import comm
 from research.launch.local import start
 from research.launch.process import fake_process_group
 from research.mesh import Mesh, total_ranks
-from research.parallel.pp import PipelineParallel, cost, schedule_of
-from research.parallel.pp.check import check
+from research.models import products
+from research.parallel.pp import PipelineParallel, cost
 from research.parallel.pp.generate import generate
 from research.parallel.pp.program import evaluation, program_of
 from research.parallel.pp.simulate import simulate
-from research.settings import load
 from research.train import executor
 from research.train.action import Action, made
 from research.train.handover import Handover
 from research.train.loop import Trainer
-from research.train.memory import peak_bytes
-from research.train.run import global_batches, run
-
-LIMIT_S = 120.0
-
-
-@pytest.fixture
-def layout(text, tmp_path):
-    def made_of(*words):
-        given = [f"data.path={text}", f"data.cache={tmp_path}/cache", f"record.folder={tmp_path}", *words]
-        return load("experiments/configs/tiny.yaml", given)
-
-    return made_of
-
-
-def on_ranks(config, body):
-    """`body(trainer, microbatches)` on every rank, of the first step."""
-
-    def rank(place, device):
-        trainer = Trainer(config, Mesh.from_config(config, place.world, place.rank), device)
-        return body(trainer, global_batches(config, open_tokens(config.data)).microbatches_of(0))
-
-    return start(rank, total_ranks(config), config.launch, LIMIT_S)
-
-
-def flops(trainer, microbatches):
-    with FlopCounterMode(display=False) as counter:
-        trainer.backward(microbatches)
-    return counter.get_total_flops()
-
-
-@pytest.mark.parametrize("words", ["", "tp.degree=2", "tp.degree=2 tp.sequence=false"])
-def test_no_product_is_computed_twice(layout, words):
-    """Split into two passes or not, on one rank or on two."""
-    one = layout("model.experts=0", *words.split())
-    whole = sum(on_ranks(one, flops))
-    for name in ("zb_h1", "zbv"):
-        config = layout("model.experts=0", "pp.degree=2", f"pp.schedule={name}", *words.split())
-        assert sum(on_ranks(config, flops)) == whole > 0
-
-
-def test_the_input_gradient_alone_makes_no_weight_gradient(layout, monkeypatch):
-    """Of a stage without embedding's and head's products, which stay in B: each pass computes as much as the others."""
-    found = {}
-    real = executor._Walk.run
-
-    def counted(self, action):
-        with FlopCounterMode(display=False) as counter:
-            real(self, action)
-        found[action.kind] = found.get(action.kind, 0) + counter.get_total_flops()
-
-    monkeypatch.setattr(executor._Walk, "run", counted)
-    words = ["model.experts=0", "pp.degree=4", "pp.schedule=zb_h1"]
-    first, middle, *_ = on_ranks(layout(*words), lambda trainer, batches: trainer.backward(batches) and dict(found))
-    assert middle["F"] == middle["B"] == middle["W"] > 0
-    assert first["BW"] == 2 * first["F"] == 2 * middle["F"] and set(first) == {"F", "BW"}
-
-
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_h1", "zb_h2", "zbv", "v_min", "dualpipe", "dualpipe_v"])
-def test_live_activations_are_those_that_the_checker_counts(layout, monkeypatch, name):
-    most = [0]
-    real = executor._Walk.run
-
-    def counted(self, action):
-        real(self, action)
-        most[0] = max(most[0], len(self._roots) + len(self._kept))
-
-    monkeypatch.setattr(executor._Walk, "run", counted)
-    config = layout("pp.degree=2", f"pp.schedule={name}", "train.microbatches=8", "model.experts=0")
-    found = on_ranks(config, lambda trainer, batches: trainer.backward(batches) and most[0])
-    assert tuple(found) == check(schedule_of(config.pp, 8)).live
-
-
-def test_peak_bytes_are_those_of_the_live_activations(layout):
-    """gpipe's grow with the microbatches, 1f1b's do not; zb_h1 holds what W needs a little longer."""
-
-    def peak(name, microbatches):
-        words = ["pp.degree=2", f"pp.schedule={name}", f"train.global_batch={4 * microbatches}"]
-        words += ["model.experts=0", "train.dtype=float32", f"train.microbatches={microbatches}"]
-        return on_ranks(layout(*words), lambda t, b: peak_bytes(t, b)["activations"])[0]
-
-    live = peak("1f1b", 4)  # of two microbatches
-    assert peak("1f1b", 8) == pytest.approx(live, rel=0.05)
-    assert 3.4 < peak("gpipe", 8) / live < 4.2
-    assert peak("zb_h1", 8) < 1.5 * live
+from research.train.run import run
+from tests.train.first_step import LIMIT_S, on_ranks
 
 
 def test_groups_of_a_large_layout_are_as_many_as_the_readme_says(layout, monkeypatch):
@@ -132,6 +48,15 @@ def test_a_program_takes_one_simulation_and_serves_every_evaluation(layout, monk
     found = [pipeline.evaluation(config, rank, batches) for rank, batches in [(0, 5), (1, 5), (0, 5), (0, 6), (1, 5)]]
     assert len(simulated) == 3 and found[0] is found[2] and found[1] is found[4]
     assert len(found[0].entries) == 10 and len(found[3].entries) == 12
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_an_evaluation_is_dealt_out_over_both_copies_of_a_stage(ranks):
+    """However many more batches it has than a step has microbatches: 3 of 6 go either way."""
+    schedule = evaluation(generate("dualpipe", ranks, 6), 18)
+    for rank, stages in enumerate(schedule.holds):
+        met = Counter(action.stage for action in schedule.flat(rank))
+        assert met == dict.fromkeys(stages, 9)
 
 
 @pytest.mark.parametrize(
@@ -167,6 +92,60 @@ def test_large_messages_cross_without_a_deadlock(layout, name, ranks, mib, per_r
     assert all(n % (mib * 2**20) == 0 for n in received) and sum(received) > 0
 
 
+def asked_for(monkeypatch, layout, name):
+    """On all ranks, of the products that are computed while a sender still has messages for the rank: how many there
+    are, and during how many the next message was not yet asked for."""
+    asked, used, found = Counter(), Counter(), Counter()
+    start_receive, wait, linear = comm.start_receive, comm.Receiving.wait, products.linear
+
+    def start_counted(out, way, purpose):
+        asked[way.ranks[0]] += 1
+        return start_receive(out, way, purpose)
+
+    def wait_counted(self):
+        used[self._group.ranks[0]] += 1
+        return wait(self)
+
+    def body(trainer, batches):
+        due = {sender: len(names) for sender, names in trainer.program.receives.items()}
+
+        def watched(x, w):
+            left = [sender for sender, n in due.items() if used[sender] < n]
+            found["products"] += len(left)
+            found["late"] += sum(asked[sender] <= used[sender] for sender in left)
+            return linear(x, w)
+
+        monkeypatch.setattr(products, "linear", watched)
+        trainer.backward(batches)
+        assert used == due
+        return found
+
+    monkeypatch.setattr(comm, "start_receive", start_counted)
+    monkeypatch.setattr(comm.Receiving, "wait", wait_counted)
+    words = ["pp.degree=2", f"pp.schedule={name}", "train.microbatches=4", "model.experts=0"]
+    return sum(on_ranks(layout(*words), body), Counter())
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "dualpipe"])
+def test_messages_are_asked_for_before_they_are_needed(layout, monkeypatch, name):
+    """So that they travel beside what is computed."""
+    found = asked_for(monkeypatch, layout, name)
+    assert found["products"] > 100 and found["late"] == 0
+
+
+def test_planted_messages_asked_for_when_they_are_needed(layout, monkeypatch):
+    def late(self, name):
+        if name not in self._sender:
+            return self._here.pop(name)
+        sender = self._sender[name]
+        while name not in self._coming[sender]:
+            self._ask(sender)
+        return self._coming[sender].pop(name).wait()
+
+    monkeypatch.setattr(Handover, "take", late)
+    assert asked_for(monkeypatch, layout, "1f1b")["late"] > 0
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -191,14 +170,50 @@ def test_a_step_receives_what_the_formula_says(layout, words):
     assert most == cost.traffic(config)
 
 
-def test_losses_of_microbatches_are_the_same_in_every_schedule(layout):
-    words = ["train.microbatches=8", "train.global_batch=24"]
-    wanted = on_ranks(layout(*words), lambda t, b: t.backward(b).by_microbatch)[0]
-    assert wanted.shape == (8, 2) and len(set(wanted[:, 0].tolist())) == 8
-    for name in ("gpipe", "zbv", "dualpipe"):
-        config = layout("pp.degree=2", f"pp.schedule={name}", *words)
-        for rank in on_ranks(config, lambda t, b: t.backward(b).by_microbatch):
-            torch.testing.assert_close(rank, wanted, rtol=1e-13, atol=0)
+UNEVEN = ["train.microbatches=7", "train.global_batch=11", "model.layers=6", "model.mtp_depth=2"]
+
+
+def losses_alone(trainer, batches):
+    """(M, 2 + depths): each microbatch through the whole model by itself, its terms as parts of the step's."""
+    with torch.no_grad():
+        terms = torch.stack([torch.stack(trainer.built.model(b).terms) for b in batches])
+    counted = [sum(int((t >= 0).sum()) for t in targets) for targets in zip(*map(targets_of, batches), strict=True)]
+    tokens = torch.tensor([b.tokens.numel() for b in batches], dtype=terms.dtype)
+    terms[:, 1] *= tokens / tokens.sum()
+    terms[:, [0, 2, 3]] /= torch.tensor(counted)
+    return terms
+
+
+def targets_of(batch):
+    return [batch.targets, *(a.targets for a in batch.ahead)]
+
+
+def off(layout, words):
+    """The largest relative error of a loss of a microbatch, on any rank."""
+    (wanted,) = on_ranks(layout(*UNEVEN), losses_alone)
+    assert wanted.shape == (7, 4) and all(len(set(column.tolist())) == 7 for column in wanted.T)
+    found = on_ranks(layout(*UNEVEN, *words.split()), lambda t, b: t.backward(b).by_microbatch)
+    return max(((rank - wanted) / wanted).abs().max().item() for rank in found)
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["", "pp.degree=2", "pp.degree=2 pp.schedule=dualpipe", "pp.degree=4 pp.schedule=interleaved_zb"],
+)
+def test_losses_of_microbatches_come_in_order_whatever_the_schedule(layout, words):
+    assert off(layout, words) < 1e-13
+
+
+def test_planted_losses_in_another_order(layout, monkeypatch):
+    real = executor._Walk._forward
+
+    def backwards(self, action):
+        self.losses = self.losses.flip(0)
+        real(self, action)
+        self.losses = self.losses.flip(0)
+
+    monkeypatch.setattr(executor._Walk, "_forward", backwards)
+    assert off(layout, "") > 1e-3
 
 
 def test_a_run_over_stages_has_the_row_of_one_process(layout):
