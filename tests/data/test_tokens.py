@@ -1,5 +1,6 @@
 """The cache: right, whole, built once, and never older than its text; the same ids from every form of a corpus."""
 
+import hashlib
 import math
 import os
 import time
@@ -153,6 +154,17 @@ def test_the_cache_is_used_until_text_or_tokenizer_change(data: DataConfig, buil
     fields = [replace(data, path=(str(lines),), text_field=f) for f in ("text", "other", "text")]
     assert [built(f) for f in fields] == [1, 1, 0]
     assert [texts_of(only(f))[0] for f in fields] == ["ab", "cd", "ab"]
+
+
+def test_the_digest_tells_which_field_is_read(data: DataConfig) -> None:
+    """Of text alone it is that of contents and tokenizer, whatever the field is called."""
+    lines = Path(data.path[0]).with_name("a.jsonl")
+    lines.write_text('{"text": "ab", "b": "cd"}')
+    for path, digests in (((str(lines),), 2), ((*data.path, str(lines)), 2), (data.path, 1)):
+        found = [open_tokens(replace(data, path=path, text_field=f)).digest for f in ("text", "b", "text")]
+        assert len(set(found)) == digests and found[0] == found[2]
+    what = [*(tokens._content_hash(find(p), Path(data.cache)) for p in data.path), Bytes().identity]
+    assert found[0] == hashlib.sha256("\n".join(what).encode()).hexdigest()[:16]
 
 
 def test_a_source_is_hashed_again_only_when_a_file_changed(data: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
