@@ -92,7 +92,7 @@ class Corpus:
         for source, weight in zip(self.sources, weights, strict=True):
             share[: len(source.counts)] += weight / sum(weights) * source.counts / len(source.ids)
         share = share[share > 0]
-        return float(-(share * np.log(share)).sum())
+        return max(0.0, -float((share * np.log(share)).sum()))  # of a single id, rounding gives a little less
 
 
 def open_tokens(data: DataConfig) -> Corpus:

@@ -238,6 +238,14 @@ def test_several_sources(tmp_path: Path) -> None:
     assert open_tokens(mixed).text_bytes is None and len(open_tokens(mixed).sources) == 3
 
 
+def test_the_entropy_of_a_single_id_is_zero(data: DataConfig) -> None:
+    """Not -0.0, which would be printed, nor less where shares of sources add up to more than one by rounding."""
+    path = str(jsonl(Path(data.path[0]).parent, [""] * 60))
+    for weights in ((1.0,), (0.1, 0.2, 0.3, 0.1, 0.3, 0.1)):
+        entropy = open_tokens(replace(data, path=(path,) * len(weights), weights=weights)).unigram_entropy
+        assert math.copysign(1, entropy) == 1 and entropy < 1e-12
+
+
 @pytest.mark.parametrize(
     ("suffix", "keep"),  # how much of the file is left: None removes it
     [
