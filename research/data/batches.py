@@ -49,7 +49,9 @@ class GlobalBatches:
             raise ConfigError([Problem("train.global_batch", global_batch, rule, "more text, or shorter samples")])
         if idle := [s for s in sources if not s.targets]:
             rule = "holds nothing to predict: {} tokens in {} documents for training, none of which has two"
-            problems = [Problem("data.path", s.path, rule.format(len(s), s.documents), "longer documents") for s in idle]
+            problems = [
+                Problem("data.path", s.path, rule.format(len(s), s.documents), "longer documents") for s in idle
+            ]
             raise ConfigError(problems)
         self._sources, self._sequence, self._seed = sources, sequence, seed
         self._global_batch, self._microbatches, self._ahead = global_batch, microbatches, ahead

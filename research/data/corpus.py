@@ -42,8 +42,8 @@ def refuse(path: Path | str, rule: str, legal: str = LEGAL) -> NoReturn:
 
 
 def find(path: str) -> Source:
-    """The source that one entry of `data.path` names. A folder is every file below it whose path has no hidden part; a
-    glob may hold `**`; the order is that of relative paths.
+    """The source that one entry of `data.path` names. A folder is every file below it whose path has no hidden part, behind
+    links too; a glob may hold `**`; the order is that of relative paths.
 
     Raises ConfigError naming what is missing, empty or unreadable.
     """
@@ -68,15 +68,32 @@ def _named(path: str) -> Source:
     index, ids, sidecar = (Path(f"{stem}{suffix}") for suffix in (".idx", ".bin", ".json"))
     if not here.exists() and glob.has_magic(path):
         found = sorted(glob.glob(path, recursive=True))  # noqa: PTH207  # as in a shell: no hidden files
-        return Source(path, "text", tuple(Path(f) for f in found if Path(f).is_file()))
+        return Source(path, "text", tuple(Path(f) for f in found if _is_file_or_dangles(Path(f))))
     if here.suffix in (".bin", ".idx") or (not here.exists() and index.exists()):
         indexed = index.exists() or here.suffix == ".idx"
         return Source(path, "indexed" if indexed else "sidecar", (ids, index if indexed else sidecar))
     if here.is_dir():
-        below = [f for f in here.rglob("*") if not any(p.startswith(".") for p in f.relative_to(here).parts)]
-        files = sorted((f for f in below if f.is_file()), key=lambda f: f.relative_to(here).as_posix())
+        files = sorted(_below(here), key=lambda f: f.relative_to(here).as_posix())
         return Source(path, "text", tuple(files))
     return Source(path, "text", (here,))
+
+
+def _below(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
+    """The files below a folder that are not hidden. Links are followed, but for those into one of the folders `above`,
+    which would go round for ever."""
+    above |= {folder.resolve()}
+    for entry in folder.iterdir():
+        if entry.name.startswith("."):
+            continue
+        if _is_file_or_dangles(entry):
+            yield entry
+        elif entry.is_dir() and entry.resolve() not in above:
+            yield from _below(entry, above)
+
+
+def _is_file_or_dangles(path: Path) -> bool:
+    """Also a link to nothing, which is refused by name later: left out, its text would be missed by nobody."""
+    return path.is_file() or (path.is_symlink() and not path.exists())
 
 
 def documents(source: Source, field: str) -> Iterator[str]:
@@ -162,6 +179,8 @@ def _require_content(file: Path, source: Source) -> None:
     try:
         empty = file.stat().st_size == 0
     except FileNotFoundError:
+        if file.is_symlink():
+            refuse(file, f"is a link to {file.readlink()}, which does not exist")
         beside = source.tokenised and file.name != Path(source.path).name
         refuse(file, f"does not exist, and data.path={source.path} needs it" if beside else "does not exist")
     except (OSError, ValueError) as error:  # a name with a zero byte is a ValueError
