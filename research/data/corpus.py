@@ -15,6 +15,8 @@ from research.data.tokenizers import Bytes, Library
 STDLIB = "stdlib"
 NOT_SOURCE = {"site-packages", "dist-packages", "__pycache__", "lib2to3", "test", "tests", "idle_test"}
 JSONL = {".jsonl", ".ndjson", ".json"}
+PARQUET = {".parquet"}
+IDS = {".bin", ".idx"}
 LEGAL = f"{STDLIB}, a UTF-8 text, .jsonl or .parquet file, a folder or glob of them, .bin with .json, .bin with .idx"
 PEEK = 1 << 16  # bytes of a text file that are looked at before a run starts
 
@@ -33,7 +35,12 @@ class Source:
 
     @property
     def has_fields(self) -> bool:
-        return any(f.suffix in JSONL | {".parquet"} for f in self.files) and self.kind == "text"
+        return any(suffix(f) in JSONL | PARQUET for f in self.files) and self.kind == "text"
+
+
+def suffix(file: Path) -> str:
+    """Which says how a file is read, in letters of either case."""
+    return file.suffix.lower()
 
 
 def refuse(path: Path | str, rule: str, legal: str = LEGAL) -> NoReturn:
@@ -64,13 +71,13 @@ def _named(path: str) -> Source:
     if not path:
         refuse('""', "names no source")
     here = Path(path)
-    stem = here.with_suffix("") if here.suffix in (".bin", ".idx") else here
-    index, ids, sidecar = (Path(f"{stem}{suffix}") for suffix in (".idx", ".bin", ".json"))
+    stem = here.with_suffix("") if suffix(here) in IDS else here
+    index, ids, sidecar = (Path(f"{stem}{end}") for end in (".idx", ".bin", ".json"))
     if not here.exists() and glob.has_magic(path):
         found = sorted(glob.glob(path, recursive=True))  # noqa: PTH207  # as in a shell: no hidden files
         return Source(path, "text", tuple(Path(f) for f in found if _is_file_or_dangles(Path(f))))
-    if here.suffix in (".bin", ".idx") or (not here.exists() and index.exists()):
-        indexed = index.exists() or here.suffix == ".idx"
+    if suffix(here) in IDS or (not here.exists() and index.exists()):
+        indexed = index.exists() or suffix(here) == ".idx"
         return Source(path, "indexed" if indexed else "sidecar", (ids, index if indexed else sidecar))
     if here.is_dir():
         files = sorted(_below(here), key=lambda f: f.relative_to(here).as_posix())
@@ -109,9 +116,9 @@ def documents(source: Source, field: str) -> Iterator[str]:
                 yield file.read_bytes().decode("utf-8")
             except UnicodeDecodeError:
                 continue
-        elif file.suffix in JSONL:
+        elif suffix(file) in JSONL:
             yield from _jsonl(file, field)
-        elif file.suffix == ".parquet":
+        elif suffix(file) in PARQUET:
             yield from _parquet(file, field)
         else:
             content = file.read_bytes()
@@ -187,7 +194,7 @@ def _require_content(file: Path, source: Source) -> None:
         refuse(file, f"cannot be read: {error}")
     if empty:
         refuse(file, "is empty")
-    if source.kind == "text" and file.suffix in (".bin", ".idx"):
+    if source.kind == "text" and suffix(file) in IDS:
         refuse(file, "holds token ids: it must stand in data.path by itself", "text in folders and globs")
 
 
@@ -195,7 +202,7 @@ def _peek(source: Source, field: str) -> None:
     first = source.files[0]
     if source.kind != "text":
         return
-    if first.suffix in JSONL | {".parquet"}:
+    if suffix(first) in JSONL | PARQUET:
         next(documents(source, field), None)
         return
     with first.open("rb") as file:

@@ -53,6 +53,17 @@ def test_a_folder_may_mix_kinds_of_text(tmp_path: Path) -> None:
     assert all_of(tmp_path / "*.*", "body") == ["0", "1", ""]
 
 
+def test_names_are_read_in_letters_of_either_case(tmp_path: Path) -> None:
+    (tmp_path / "A.JSONL").write_text('{"body": "1"}\n')
+    parquet.write_table(pa.table({"body": ["2"]}), tmp_path / "B.Parquet")
+    assert all_of(tmp_path, "body") == ["1", "2"] and find(str(tmp_path / "A.JSONL")).has_fields
+    (tmp_path / "C.BIN").write_bytes(b"\1\2")
+    with pytest.raises(ValueError, match=r"C\.BIN holds token ids: it must stand in data\.path by itself"):
+        find(str(tmp_path))
+    with pytest.raises(ValueError, match=r"C\.bin does not exist, and data\.path=.*C\.BIN needs it"):
+        find(str(tmp_path / "C.BIN"))
+
+
 def test_another_field(tmp_path: Path) -> None:
     lines = tmp_path / "a.jsonl"
     lines.write_text('{"text": "no", "content": "yes"}\r\n', encoding="utf-8")
