@@ -6,6 +6,7 @@ before anything else happens.
 
 import dataclasses
 import difflib
+import os
 import re
 import sys
 import types
@@ -205,7 +206,7 @@ def _validated(
         elif bad := list(_bad_values(name, value, raw.get(name), *known[name])):
             problems += bad
         else:
-            good[name] = _made(value, known[name][0])
+            good[name] = _made(value, *known[name])
     config = replace(RunConfig(), preset_values(str(good.get(PRESET, "none"))) | good)
     rules = [p for s in dataclasses.fields(config) for p in getattr(getattr(config, s.name), "problems", tuple)()]
     rules += config.problems()
@@ -247,10 +248,13 @@ def _bad_values(name: str, value: Any, raw: Any, kind: Any, limits: Mapping[str,
         yield dataclasses.replace(bad, legal=_legal(kind, limits))
 
 
-def _made(value: Any, kind: Any) -> Any:
+def _made(value: Any, kind: Any, limits: Mapping[str, Any]) -> Any:
     """A value that has the type, as the config holds it."""
     if get_origin(kind) is tuple:
-        return tuple(_made(v, get_args(kind)[0]) for v in (value if isinstance(value, (list, tuple)) else [value]))
+        elements = value if isinstance(value, (list, tuple)) else [value]
+        return tuple(_made(v, get_args(kind)[0], limits) for v in elements)
+    if limits["path"]:  # of `~/x` or `file:~/x`; a shell does it at the beginning of a word only
+        return re.sub("^(file:)?(~[^/]*)", lambda m: (m[1] or "") + os.path.expanduser(m[2]), value)  # noqa: PTH111
     return float(value) if kind is float else value
 
 

@@ -49,8 +49,8 @@ def refuse(path: Path | str, rule: str, legal: str = LEGAL) -> NoReturn:
 
 
 def find(path: str) -> Source:
-    """The source that one entry of `data.path` names. A folder is every file below it whose path has no hidden part, behind
-    links too; a glob may hold `**`; the order is that of relative paths.
+    """The source that one entry of `data.path` names. A folder is every file below it whose path has no hidden part,
+    behind links too; a glob may hold `**`; the order is that of relative paths.
 
     Raises ConfigError naming what is missing, empty or unreadable.
     """
