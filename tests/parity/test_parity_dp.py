@@ -11,8 +11,8 @@ from research import build, comm
 from research.models import products, seams
 from research.train import loop
 from research.train.executor import Denominators
-from research.train.storage import Storage
 from research.train.proof import Snapshot, compare
+from research.train.storage import Storage
 from tests.parity.findings import assert_equal, fails
 
 GRID = [
