@@ -266,6 +266,8 @@ def _bad_value(name: str, value: Any, raw: str | None, kind: Any, limits: Mappin
     shown = _shown(value, raw)
     if number and raw is not None and not _plain(raw):
         return Problem(name, raw, f"would be read as {value}: write a plain decimal number", legal)
+    if number and value == 0 and raw is not None and re.search("[1-9]", raw.lower().partition("e")[0]):
+        return Problem(name, raw, f"would be read as {value}: it is too near to zero", legal)
     if not _has_type(value, kind):
         return Problem(name, shown, f"is not {_type_name(kind)}", legal)
     if isinstance(value, str) and raw is not None and raw[:1] not in ("'", '"') and raw.strip() != value:
