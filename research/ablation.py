@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from research import settings
-from research.config import Check, ConfigError, Problem, RunConfig, Scalar, replace
+from research.config import Check, ConfigError, Problem, RunConfig, Scalar, replace, text_of
 from research.files import write_atomically
 
 NEEDED = ("question", "prediction", "base", "seeds")
@@ -116,6 +116,9 @@ def _levels(name: str, tree: Any, form: str, legal: str, problems: list[Problem]
         problems.append(Problem(name, tree, f"is not {form}", legal))
         return {}
     for level, words in tree.items():
+        if type(level) not in (str, int):  # on, off, yes, 1e3: other names would stand in tables
+            rule = "is what YAML reads where the name is not in quotes"
+            problems.append(Problem(f"{name}: {text_of(level)}", None, rule, "the name in quotes"))
         if not isinstance(words, list) or not all(isinstance(w, str) for w in words):
             problems.append(Problem(f"{name}.{level}", words, "is not a list of words", "[key=value, ...]"))
     return {str(level): tuple(words) if isinstance(words, list) else () for level, words in tree.items()}

@@ -61,6 +61,29 @@ def test_every_entry_that_does_not_fit_is_told(ablation, entries: dict[str, obje
 
 
 @pytest.mark.parametrize(
+    ("arms", "product", "read_as"),
+    [
+        ("{on: [], off: []}", "{x: {a: []}}", ["arms: true", "arms: false"]),
+        ("{yes: [], 1e3: [], 8: []}", "{x: {a: []}}", ["arms: true", "arms: 1000"]),
+        ("{a: []}", "{x: {off: [], 16: []}}", ["product.x: false"]),
+        ("{'on': [], 8: []}", "{x: {'off': []}}", []),
+    ],
+)
+def test_a_name_that_yaml_reads_as_something_else_is_told(
+    ablation, arms: str, product: str, read_as: list[str]
+) -> None:
+    path = ablation(arms=None)
+    path.write_text(f"{path.read_text()[:-1]}, arms: {arms}, product: {product}}}")
+    if not read_as:
+        assert list(read(path).arms) == ["on", "8", "off"]
+        return
+    with pytest.raises(ConfigError) as caught:
+        read(path)
+    rule = "is what YAML reads where the name is not in quotes; legal: the name in quotes"
+    assert told(caught) == [f"{path}: {name} {rule}" for name in read_as]
+
+
+@pytest.mark.parametrize(
     ("text", "problem"),
     [
         ("arms: {a: [}", "cannot be read: "),
