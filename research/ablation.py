@@ -89,14 +89,16 @@ def read(path: str | Path) -> Ablation:
     product = _product(tree, problems)
     problems += [Problem(f"product: {n}", None, "is the name of an arm as well") for n in product if n in arms]
     arms |= product
-    if "baseline" in tree and arms and tree["baseline"] not in arms:
-        problems.append(Problem("baseline", tree["baseline"], "is no arm", ", ".join(arms)))
     impossible = _impossible(tree.get("impossible", []), arms, problems)
+    possible = [arm for arm in arms if arm not in impossible]
+    if "baseline" in tree and arms and tree["baseline"] not in possible:
+        rule = "is marked as impossible" if tree["baseline"] in impossible else "is no arm"
+        problems.append(Problem("baseline", tree["baseline"], rule, ", ".join(possible)))
     seeds, repeats = tree.get("seeds", [0]), tree.get("repeats", 1)
     problems += _seed_problems(seeds, repeats)
     if problems:
         raise ConfigError([Problem(f"{path}: {p.key}", p.value, p.rule, p.legal) for p in problems])
-    base, baseline = path.parent / str(tree["base"]), str(tree.get("baseline", next(iter(arms))))
+    base, baseline = path.parent / str(tree["base"]), str(tree.get("baseline", next(iter(possible or arms))))
     told = str(tree["question"]), str(tree["prediction"])
     return Ablation(path.stem, *told, base, tuple(seeds), arms, repeats, baseline, impossible)
 
