@@ -13,7 +13,7 @@ from typing import Any
 from research import settings
 from research.config import Check, RunConfig, Scalar, replace
 from research.files import write_atomically
-from research.problems import ConfigError, Problem
+from research.problems import ConfigError, Problem, text_of
 
 NEEDED = ("question", "prediction", "base", "seeds")
 KEYS = (*NEEDED, "repeats", "baseline", "arms", "product", "exclude", "impossible")
@@ -90,14 +90,16 @@ def read(path: str | Path) -> Ablation:
     product = _product(tree, problems)
     problems += [Problem(f"product: {n}", None, "is the name of an arm as well") for n in product if n in arms]
     arms |= product
-    if "baseline" in tree and arms and tree["baseline"] not in arms:
-        problems.append(Problem("baseline", tree["baseline"], "is no arm", ", ".join(arms)))
     impossible = _impossible(tree.get("impossible", []), arms, problems)
+    possible = [arm for arm in arms if arm not in impossible]
+    if "baseline" in tree and arms and tree["baseline"] not in possible:
+        rule = "is marked as impossible" if tree["baseline"] in impossible else "is no arm"
+        problems.append(Problem("baseline", tree["baseline"], rule, ", ".join(possible)))
     seeds, repeats = tree.get("seeds", [0]), tree.get("repeats", 1)
     problems += _seed_problems(seeds, repeats)
     if problems:
         raise ConfigError([Problem(f"{path}: {p.key}", p.value, p.rule, p.legal) for p in problems])
-    base, baseline = path.parent / str(tree["base"]), str(tree.get("baseline", next(iter(arms))))
+    base, baseline = path.parent / str(tree["base"]), str(tree.get("baseline", next(iter(possible or arms))))
     told = str(tree["question"]), str(tree["prediction"])
     return Ablation(path.stem, *told, base, tuple(seeds), arms, repeats, baseline, impossible)
 
@@ -117,6 +119,9 @@ def _levels(name: str, tree: Any, form: str, legal: str, problems: list[Problem]
         problems.append(Problem(name, tree, f"is not {form}", legal))
         return {}
     for level, words in tree.items():
+        if type(level) not in (str, int):  # on, off, yes, 1e3: other names would stand in tables
+            rule = "is what YAML reads where the name is not in quotes"
+            problems.append(Problem(f"{name}: {text_of(level)}", None, rule, "the name in quotes"))
         if not isinstance(words, list) or not all(isinstance(w, str) for w in words):
             problems.append(Problem(f"{name}.{level}", words, "is not a list of words", "[key=value, ...]"))
     return {str(level): tuple(words) if isinstance(words, list) else () for level, words in tree.items()}

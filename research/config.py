@@ -16,9 +16,13 @@ Scalar = int | float | bool | str | None
 Value = Scalar | Sequence[Scalar]  # a key of several values holds a tuple; mappings, JSON and YAML have lists
 
 
-def key(default: Any, meaning: str, at_least: float | None = None, at_most: float | None = None) -> Any:
-    """A config key: its default, its one line of help, and the closed range of a number."""
-    return field(default=default, metadata={"meaning": meaning, "at_least": at_least, "at_most": at_most})
+def key(
+    default: Any, meaning: str, at_least: float | None = None, at_most: float | None = None, path: bool = False
+) -> Any:
+    """A config key: its default, its one line of help, the closed range of a number, and whether it may name a file or
+    folder, in which a leading `~` is somebody's home."""
+    metadata = {"meaning": meaning, "at_least": at_least, "at_most": at_most, "path": path}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -259,6 +263,7 @@ class PpConfig:
         "1f1b",
         "order of the microbatches' passes: gpipe, 1f1b, interleaved, looped_bfs, zb_h1, zb_h2, interleaved_zb, zbv, "
         "v_half, v_min, dualpipe, dualpipe_v, or file:PATH (research/parallel/pp/README.md)",
+        path=True,
     )
     stages_per_rank: int = key(0, "stages of a rank; 0: as many as the schedule has, 2 where that is open", at_least=0)
     cut: str = key(
@@ -276,14 +281,17 @@ class DataConfig:
         ("stdlib",),
         "sources, each one of: stdlib (source text of Python's standard library); a UTF-8 text, .jsonl or .parquet "
         "file, a folder or a glob of them; a .bin of token ids with its .json sidecar; a Megatron .bin/.idx pair",
+        path=True,
     )
     weights: tuple[float, ...] = key((), "share of the samples that each source gets; [] goes by size", at_least=0)
     text_field: str = key("text", "JSONL field and Parquet column that hold a document")
     heldout: float = key(0.0, "share of the documents kept from training, for evaluation", at_least=0, at_most=0.9)
-    tokenizer: str = key("bytes", "bytes, bpe (byte-level, trained on the text), or the path of a tokenizer.json")
+    tokenizer: str = key(
+        "bytes", "bytes, bpe (byte-level, trained on the text), or the path of a tokenizer.json", path=True
+    )
     bpe_vocab: int = key(4096, "entries of the trained BPE", at_least=257)
     sequence: int = key(64, "tokens of one sample", at_least=1)
-    cache: str = key(".cache/data", "folder for tokenised text; safe to delete")
+    cache: str = key(".cache/data", "folder for tokenised text; safe to delete", path=True)
 
     def problems(self) -> Iterator[Problem]:
         if not self.path:
@@ -345,7 +353,7 @@ class TrainConfig:
 class RecordConfig:
     """Where the row of a run goes and what it says of itself."""
 
-    folder: str = key("results", "rows are written to FOLDER/rows")
+    folder: str = key("results", "rows are written to FOLDER/rows", path=True)
     ablation: str = key("", "name of the ablation that this run belongs to")
     arm: str = key("", "name of the arm in that ablation")
     repeat: int = key(0, "number of this repetition of the same run, for the scatter of measurements", at_least=0)
@@ -361,15 +369,18 @@ class CheckpointConfig:
     """What is kept of a training, and what it starts from."""
 
     every: int = key(0, "steps between checkpoints, and one after the last step; 0: none", at_least=0)
-    folder: str = key("", "they are written to FOLDER/step-<steps>; '': <record.folder>/checkpoints/<run_id>")
+    folder: str = key(
+        "", "they are written to FOLDER/step-<steps>; '': <record.folder>/checkpoints/<run_id>", path=True
+    )
     keep: int = key(2, "newest checkpoints that are kept; 0: all", at_least=0)
     keep_every: int = key(0, "checkpoints of steps that this divides are kept as well; 0: none", at_least=0)
     resume: str = key(
         "",
         "go on from a checkpoint, in any layout: latest (of this run), auto (the same, or start where there is none), "
         "or the folder of a checkpoint or of a run",
+        path=True,
     )
-    weights: str = key("", "folder of a checkpoint or of a run, whose weights replace the initial ones")
+    weights: str = key("", "folder of a checkpoint or of a run, whose weights replace the initial ones", path=True)
     weights_names: tuple[str, ...] = key(("*",), "patterns of the parameter names that are taken from it")
 
 

@@ -6,6 +6,7 @@ before anything else happens.
 
 import dataclasses
 import difflib
+import os
 import re
 import sys
 import types
@@ -206,7 +207,7 @@ def _validated(
         elif bad := list(_bad_values(name, value, raw.get(name), *known[name])):
             problems += bad
         else:
-            good[name] = _made(value, known[name][0])
+            good[name] = _made(value, *known[name])
     config = replace(RunConfig(), preset_values(str(good.get(PRESET, "none"))) | good)
     rules = [p for s in dataclasses.fields(config) for p in getattr(getattr(config, s.name), "problems", tuple)()]
     rules += config.problems()
@@ -248,10 +249,13 @@ def _bad_values(name: str, value: Any, raw: Any, kind: Any, limits: Mapping[str,
         yield dataclasses.replace(bad, legal=_legal(kind, limits))
 
 
-def _made(value: Any, kind: Any) -> Any:
+def _made(value: Any, kind: Any, limits: Mapping[str, Any]) -> Any:
     """A value that has the type, as the config holds it."""
     if get_origin(kind) is tuple:
-        return tuple(_made(v, get_args(kind)[0]) for v in (value if isinstance(value, (list, tuple)) else [value]))
+        elements = value if isinstance(value, (list, tuple)) else [value]
+        return tuple(_made(v, get_args(kind)[0], limits) for v in elements)
+    if limits["path"]:  # of `~/x` or `file:~/x`; a shell does it at the beginning of a word only
+        return re.sub("^(file:)?(~[^/]*)", lambda m: (m[1] or "") + os.path.expanduser(m[2]), value)  # noqa: PTH111
     return float(value) if kind is float else value
 
 
@@ -263,6 +267,8 @@ def _bad_value(name: str, value: Any, raw: str | None, kind: Any, limits: Mappin
     shown = _shown(value, raw)
     if number and raw is not None and not _plain(raw):
         return Problem(name, raw, f"would be read as {value}: write a plain decimal number", legal)
+    if number and value == 0 and raw is not None and re.search("[1-9]", raw.lower().partition("e")[0]):
+        return Problem(name, raw, f"would be read as {value}: it is too near to zero", legal)
     if not _has_type(value, kind):
         return Problem(name, shown, f"is not {_type_name(kind)}", legal)
     if isinstance(value, str) and raw is not None and raw[:1] not in ("'", '"') and raw.strip() != value:

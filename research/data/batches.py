@@ -35,7 +35,8 @@ class GlobalBatches:
         """`weights`: share of the samples from each source; () goes by their numbers of samples. `ahead`: depths of
         multi-token prediction; they change no sample.
 
-        Raises ConfigError naming the files where a source holds no sample, or all together not one global batch.
+        Raises ConfigError naming the files where a source holds no sample or no target, or all together not one global
+        batch.
         """
         self.samples = [(len(s) - 1) // sequence for s in sources]  # the last target needs one token more
         if min(self.samples) < 1 or sum(self.samples) < global_batch:
@@ -46,6 +47,12 @@ class GlobalBatches:
             )
             rule = f"needs as many samples, and one of each source: {told}"
             raise ConfigError([Problem("train.global_batch", global_batch, rule, "more text, or shorter samples")])
+        if idle := [s for s in sources if not s.targets]:
+            rule = "holds nothing to predict: {} tokens in {} documents for training, none of which has two"
+            problems = [
+                Problem("data.path", s.path, rule.format(len(s), s.documents), "longer documents") for s in idle
+            ]
+            raise ConfigError(problems)
         self._sources, self._sequence, self._seed = sources, sequence, seed
         self._global_batch, self._microbatches, self._ahead = global_batch, microbatches, ahead
         self._mixture = Mixture(weights or self.samples, seed)

@@ -16,6 +16,8 @@ from research.problems import ConfigError, Problem
 STDLIB = "stdlib"
 NOT_SOURCE = {"site-packages", "dist-packages", "__pycache__", "lib2to3", "test", "tests", "idle_test"}
 JSONL = {".jsonl", ".ndjson", ".json"}
+PARQUET = {".parquet"}
+IDS = {".bin", ".idx"}
 LEGAL = f"{STDLIB}, a UTF-8 text, .jsonl or .parquet file, a folder or glob of them, .bin with .json, .bin with .idx"
 PEEK = 1 << 16  # bytes of a text file that are looked at before a run starts
 
@@ -34,7 +36,12 @@ class Source:
 
     @property
     def has_fields(self) -> bool:
-        return any(f.suffix in JSONL | {".parquet"} for f in self.files) and self.kind == "text"
+        return any(suffix(f) in JSONL | PARQUET for f in self.files) and self.kind == "text"
+
+
+def suffix(file: Path) -> str:
+    """Which says how a file is read, in letters of either case."""
+    return file.suffix.lower()
 
 
 def refuse(path: Path | str, rule: str, legal: str = LEGAL) -> NoReturn:
@@ -43,8 +50,8 @@ def refuse(path: Path | str, rule: str, legal: str = LEGAL) -> NoReturn:
 
 
 def find(path: str) -> Source:
-    """The source that one entry of `data.path` names. A folder is every file below it whose path has no hidden part; a
-    glob may hold `**`; the order is that of relative paths.
+    """The source that one entry of `data.path` names. A folder is every file below it whose path has no hidden part,
+    behind links too; a glob may hold `**`; the order is that of relative paths.
 
     Raises ConfigError naming what is missing, empty or unreadable.
     """
@@ -65,19 +72,36 @@ def _named(path: str) -> Source:
     if not path:
         refuse('""', "names no source")
     here = Path(path)
-    stem = here.with_suffix("") if here.suffix in (".bin", ".idx") else here
-    index, ids, sidecar = (Path(f"{stem}{suffix}") for suffix in (".idx", ".bin", ".json"))
+    stem = here.with_suffix("") if suffix(here) in IDS else here
+    index, ids, sidecar = (Path(f"{stem}{end}") for end in (".idx", ".bin", ".json"))
     if not here.exists() and glob.has_magic(path):
         found = sorted(glob.glob(path, recursive=True))  # noqa: PTH207  # as in a shell: no hidden files
-        return Source(path, "text", tuple(Path(f) for f in found if Path(f).is_file()))
-    if here.suffix in (".bin", ".idx") or (not here.exists() and index.exists()):
-        indexed = index.exists() or here.suffix == ".idx"
+        return Source(path, "text", tuple(Path(f) for f in found if _is_file_or_dangles(Path(f))))
+    if suffix(here) in IDS or (not here.exists() and index.exists()):
+        indexed = index.exists() or suffix(here) == ".idx"
         return Source(path, "indexed" if indexed else "sidecar", (ids, index if indexed else sidecar))
     if here.is_dir():
-        below = [f for f in here.rglob("*") if not any(p.startswith(".") for p in f.relative_to(here).parts)]
-        files = sorted((f for f in below if f.is_file()), key=lambda f: f.relative_to(here).as_posix())
+        files = sorted(_below(here), key=lambda f: f.relative_to(here).as_posix())
         return Source(path, "text", tuple(files))
     return Source(path, "text", (here,))
+
+
+def _below(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
+    """The files below a folder that are not hidden. Links are followed, but for those into one of the folders `above`,
+    which would go round for ever."""
+    above |= {folder.resolve()}
+    for entry in folder.iterdir():
+        if entry.name.startswith("."):
+            continue
+        if _is_file_or_dangles(entry):
+            yield entry
+        elif entry.is_dir() and entry.resolve() not in above:
+            yield from _below(entry, above)
+
+
+def _is_file_or_dangles(path: Path) -> bool:
+    """Also a link to nothing, which is refused by name later: left out, its text would be missed by nobody."""
+    return path.is_file() or (path.is_symlink() and not path.exists())
 
 
 def documents(source: Source, field: str) -> Iterator[str]:
@@ -93,9 +117,9 @@ def documents(source: Source, field: str) -> Iterator[str]:
                 yield file.read_bytes().decode("utf-8")
             except UnicodeDecodeError:
                 continue
-        elif file.suffix in JSONL:
+        elif suffix(file) in JSONL:
             yield from _jsonl(file, field)
-        elif file.suffix == ".parquet":
+        elif suffix(file) in PARQUET:
             yield from _parquet(file, field)
         else:
             content = file.read_bytes()
@@ -163,13 +187,15 @@ def _require_content(file: Path, source: Source) -> None:
     try:
         empty = file.stat().st_size == 0
     except FileNotFoundError:
+        if file.is_symlink():
+            refuse(file, f"is a link to {file.readlink()}, which does not exist")
         beside = source.tokenised and file.name != Path(source.path).name
         refuse(file, f"does not exist, and data.path={source.path} needs it" if beside else "does not exist")
     except (OSError, ValueError) as error:  # a name with a zero byte is a ValueError
         refuse(file, f"cannot be read: {error}")
     if empty:
         refuse(file, "is empty")
-    if source.kind == "text" and file.suffix in (".bin", ".idx"):
+    if source.kind == "text" and suffix(file) in IDS:
         refuse(file, "holds token ids: it must stand in data.path by itself", "text in folders and globs")
 
 
@@ -177,7 +203,7 @@ def _peek(source: Source, field: str) -> None:
     first = source.files[0]
     if source.kind != "text":
         return
-    if first.suffix in JSONL | {".parquet"}:
+    if suffix(first) in JSONL | PARQUET:
         next(documents(source, field), None)
         return
     with first.open("rb") as file:

@@ -73,7 +73,7 @@ class Corpus:
 
     sources: tuple[Tokens, ...]
     weights: tuple[float, ...]  # data.weights; () goes by size
-    digest: str  # of all contents and the tokenizer: equal digests are equal ids
+    digest: str  # of all contents, the field that is read and the tokenizer: equal digests are equal ids
 
     @property
     def tokens(self) -> int:
@@ -93,7 +93,7 @@ class Corpus:
         for source, weight in zip(self.sources, weights, strict=True):
             share[: len(source.counts)] += weight / sum(weights) * source.counts / len(source.ids)
         share = share[share > 0]
-        return float(-(share * np.log(share)).sum())
+        return max(0.0, -float((share * np.log(share)).sum()))  # of a single id, rounding gives a little less
 
 
 def open_tokens(data: DataConfig) -> Corpus:
@@ -107,11 +107,12 @@ def open_tokens(data: DataConfig) -> Corpus:
     hashes = [_content_hash(source, Path(data.cache)) for source in sources]
     tokenizer = None if all(s.tokenised for s in sources) else _tokenizer(data, sources, hashes)
     opened = tuple(_open(s, h, data, tokenizer) for s, h in zip(sources, hashes, strict=True))
-    return Corpus(opened, data.weights, _digest(hashes, tokenizer))
+    return Corpus(opened, data.weights, _digest(data, sources, hashes, tokenizer))
 
 
-def _digest(hashes: Sequence[str], tokenizer: Tokenizer | None) -> str:
-    what = [*hashes, tokenizer.identity if tokenizer else ""]
+def _digest(data: DataConfig, sources: Sequence[Source], hashes: Sequence[str], tokenizer: Tokenizer | None) -> str:
+    fields = {field for s in sources if (field := _field(s, data))}  # of text alone there is none
+    what = [*hashes, tokenizer.identity if tokenizer else "", *fields]
     return hashlib.sha256("\n".join(what).encode()).hexdigest()[:16]
 
 
@@ -121,7 +122,7 @@ def open_tokenizer(data: DataConfig, digest: str = "") -> Tokenizer:
     sources = [find(path) for path in data.path]
     hashes = [_content_hash(source, Path(data.cache)) for source in sources]
     tokenizer = _tokenizer(data, sources, hashes)
-    if digest and _digest(hashes, tokenizer) != digest:
+    if digest and _digest(data, sources, hashes, tokenizer) != digest:
         rule = "is not the text any more that the tokenizer was trained on"
         raise ConfigError([Problem("data.path", data.path, rule, "the same text, or data.tokenizer=tokenizer.json")])
     return tokenizer
@@ -130,7 +131,7 @@ def open_tokenizer(data: DataConfig, digest: str = "") -> Tokenizer:
 def _tokenizer(data: DataConfig, sources: Sequence[Source], hashes: Sequence[str]) -> Tokenizer:
     if data.tokenizer != "bpe":
         return given_tokenizer(data)
-    fields = [data.text_field if s.has_fields else "" for s in sources]
+    fields = [_field(s, data) for s in sources]
     stem = _stem(data, "bpe", [FORMAT, hashes, fields, data.bpe_vocab, hf.__version__])
 
     def load() -> Library | None:
@@ -149,7 +150,7 @@ def _tokenizer(data: DataConfig, sources: Sequence[Source], hashes: Sequence[str
 
 
 def _open(source: Source, content: str, data: DataConfig, tokenizer: Tokenizer | None) -> Tokens:
-    field = data.text_field if source.has_fields else ""
+    field = _field(source, data)
     how = "ids" if source.tokenised or tokenizer is None else tokenizer.identity
     stem = _stem(data, Path(source.path).stem, [FORMAT, content, field, how])
 
@@ -160,6 +161,10 @@ def _open(source: Source, content: str, data: DataConfig, tokenizer: Tokenizer |
             _tokenise(stem, source, field, tokenizer)
 
     return _cached(stem, lambda: _load(stem, source), build)
+
+
+def _field(source: Source, data: DataConfig) -> str:
+    return data.text_field if source.has_fields else ""
 
 
 def _stem(data: DataConfig, name: str, identity: Sequence[object]) -> Path:

@@ -33,7 +33,8 @@ def joined(environment: Mapping[str, str] = os.environ) -> Joined | None:
 
     Where srun's ranks meet follows from its variables, unless MASTER_ADDR and MASTER_PORT say it: the first host of the
     step, and a port that neighbouring jobs and steps do not share.
-    Raises ValueError where the launcher's variables are incomplete or no numbers."""
+    Raises ValueError where the launcher's variables are incomplete, no numbers, do not tell how many ranks this node
+    has, or name a meeting place that other nodes cannot reach."""
     if "RANK" in environment or "WORLD_SIZE" in environment:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         meeting = ["MASTER_ADDR", "MASTER_PORT"]
@@ -47,20 +48,41 @@ def joined(environment: Mapping[str, str] = os.environ) -> Joined | None:
     if missing:
         given = next((n for n in names if n in environment), "SLURM_STEP_ID")
         raise ValueError(f"a launcher set {given}, but not {', '.join(missing)}")
-    # Slurm writes "4(x2),3" for two nodes of 4 tasks and one of 3; ranks are placed alike on all full nodes.
     written = [environment[n] for n in names]
     try:
-        rank, world, local_rank, local_world = (int(text.split("(")[0].split(",")[0]) for text in written)
+        rank, world, local_rank = (int(text) for text in written[:3])
+        each = tasks(written[3])
     except ValueError:
         raise ValueError(f"a launcher set {', '.join(names)} to {', '.join(written)}: these are no numbers") from None
+    uneven = len(each) if len(set(each)) > 1 else 0
+    node = environment.get("SLURM_NODEID", "") if uneven else "0"
+    if not node.isdecimal() or int(node) >= len(each):
+        rule = f"and SLURM_NODEID={node or '(unset)'} does not tell which of its {uneven} nodes this one is"
+        raise ValueError(f"a launcher set {names[3]}={written[3]}, {rule}; legal: 0 to {uneven - 1}")
+    local_world = each[int(node)]
     host, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
     if host is None:
         host = hosts(environment["SLURM_STEP_NODELIST"])[0]
     if port is None:
         step = int(environment["SLURM_STEP_ID"])
         port = str(FIRST_PORT + (int(environment["SLURM_JOB_ID"]) + step * STEP_STRIDE) % PORTS)
+    if world > local_world and (host in ("", "localhost", "::1") or host.startswith("127.")):
+        raise ValueError(
+            f"a launcher set MASTER_ADDR={host}, which other nodes cannot reach; legal: the host of rank 0"
+        )
     cpus = environment.get("SLURM_CPUS_PER_TASK", "0") if names[0] == "SLURM_PROCID" else "0"  # torchrun's are of all
-    return Joined(Place(rank, world, local_rank, local_world, int(cpus)), f"tcp://{host}:{port}")
+    return Joined(Place(rank, world, local_rank, local_world, int(cpus), uneven), f"tcp://{host}:{port}")
+
+
+def tasks(per_node: str) -> list[int]:
+    """Of each node: Slurm writes `4(x2),3` for 4, 4, 3. Raises ValueError on other forms."""
+    found: list[int] = []
+    for item in per_node.split(","):
+        match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", item)
+        if match is None:
+            raise ValueError(f"{per_node!r} is no list of tasks; legal: 4(x2),3")
+        found += [int(match[1])] * int(match[2] or 1)
+    return found
 
 
 def hosts(nodelist: str) -> list[str]:

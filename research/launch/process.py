@@ -23,10 +23,11 @@ class Place:
     local_rank: int
     local_world: int  # ranks on this node
     cpus: int = 0  # CPU cores that a launcher gave this rank; 0: it shares those of the node
+    uneven_nodes: int = 0  # where nodes have different numbers of ranks, how many there are
 
     @property
     def nodes(self) -> int:
-        return -(-self.world // self.local_world)
+        return self.uneven_nodes or -(-self.world // self.local_world)
 
 
 @contextlib.contextmanager

@@ -117,8 +117,7 @@ def compare(reference: Snapshot, ranks: Iterable[Snapshot]) -> list[Finding]:
             covered = sum(math.prod(size for _, size in box) for box in boxes)
             if covered != tensor.numel():
                 raise AssertionError(f"{what} of {name}: boxes hold {covered} of {tensor.numel()} elements")
-            error = math.sqrt(sum(boxes.values())) / max(float(tensor.norm()), floor)
-            findings[what, name] = error
+            findings[what, name] = _relative(math.sqrt(sum(boxes.values())), max(float(tensor.norm()), floor))
     found = [Finding(what, name, error) for (what, name), error in findings.items()]
     return sorted(found, key=lambda f: -math.inf if math.isnan(f.error) else -f.error)
 
@@ -151,6 +150,11 @@ def _take(whole: Tensor, box: Box, shape: torch.Size) -> Tensor:
     local = whole.new_zeros(shape)
     local[tuple(slice(size) for _, size in box)] = whole[tuple(slice(o, o + size) for o, size in box)]
     return local
+
+
+def _relative(error: float, size: float) -> float:
+    """Of what is zero everywhere, zeros are equal and nothing else is near."""
+    return error / size if size else 0.0 if error == 0 else math.inf
 
 
 def _worse(a: float, b: float) -> float:

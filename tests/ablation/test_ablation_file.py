@@ -61,6 +61,29 @@ def test_every_entry_that_does_not_fit_is_told(ablation, entries: dict[str, obje
 
 
 @pytest.mark.parametrize(
+    ("arms", "product", "read_as"),
+    [
+        ("{on: [], off: []}", "{x: {a: []}}", ["arms: true", "arms: false"]),
+        ("{yes: [], 1e3: [], 8: []}", "{x: {a: []}}", ["arms: true", "arms: 1000"]),
+        ("{a: []}", "{x: {off: [], 16: []}}", ["product.x: false"]),
+        ("{'on': [], 8: []}", "{x: {'off': []}}", []),
+    ],
+)
+def test_a_name_that_yaml_reads_as_something_else_is_told(
+    ablation, arms: str, product: str, read_as: list[str]
+) -> None:
+    path = ablation(arms=None)
+    path.write_text(f"{path.read_text()[:-1]}, arms: {arms}, product: {product}}}")
+    if not read_as:
+        assert list(read(path).arms) == ["on", "8", "off"]
+        return
+    with pytest.raises(ConfigError) as caught:
+        read(path)
+    rule = "is what YAML reads where the name is not in quotes; legal: the name in quotes"
+    assert told(caught) == [f"{path}: {name} {rule}" for name in read_as]
+
+
+@pytest.mark.parametrize(
     ("text", "problem"),
     [
         ("arms: {a: [}", "cannot be read: "),
@@ -169,6 +192,7 @@ def test_a_product_is_every_combination_but_what_is_excluded(ablation) -> None:
         ({"repeats": 0}, "repeats=0 is not a number of repetitions"),
         ({"repeats": True}, "repeats=true is not a number of repetitions"),
         ({"baseline": "three"}, "baseline=three is no arm; legal: one, two"),
+        ({"baseline": "two", "impossible": ["t*"]}, "baseline=two is marked as impossible; legal: one"),
         ({"impossible": "one"}, "impossible=one is not a list of arms"),
         ({"impossible": ["tp*"]}, "impossible=tp* is no arm; legal: one, two"),
     ],
@@ -188,6 +212,11 @@ def test_arms_that_are_expected_to_be_impossible_come_with_the_reason(ablation) 
     assert list(found.impossible) == ["tp3", "dp0"]
     assert found.impossible["tp3"].startswith("tp.degree=3 must divide model.heads=8; ")
     assert "legal" not in found.impossible["tp3"] and "dp.degree=0" in found.impossible["dp0"]
+
+
+def test_ratios_are_over_an_arm_that_runs(ablation) -> None:
+    assert read(ablation(impossible=["one"])).baseline == "two"
+    assert read(ablation(impossible=["*"])).baseline == "one"  # there is nothing to compare
 
 
 def test_an_arm_that_should_be_impossible_and_is_not_is_told(ablation) -> None:

@@ -55,6 +55,27 @@ def test_a_mapping_is_held_to_the_same_rules() -> None:
     ]
 
 
+PATHS = ["pp.schedule", "data.path", "data.tokenizer", "data.cache", "record.folder"]
+PATHS += ["checkpoint.folder", "checkpoint.resume", "checkpoint.weights"]
+
+
+@pytest.mark.parametrize("key", PATHS)
+def test_a_path_may_begin_at_home(key: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """From words and from a file; where nobody has that name, it is a name like others, as in a shell."""
+    monkeypatch.setenv("HOME", "/home/me")
+    section, leaf = key.split(".")
+    for text, want in (("~/a~/b", "/home/me/a~/b"), ("file:~/x", "file:/home/me/x"), ("~nobody0/x", "~nobody0/x")):
+        (tmp_path / "some.yaml").write_text(f"{section}: {{{leaf}: '{text}'}}")
+        for config in (settings.load(None, [f"{key}={text}"]), settings.load(tmp_path / "some.yaml")):
+            assert settings.to_mapping(config)[section][leaf] == ([want] if key == "data.path" else want)
+
+
+def test_a_list_of_paths_and_text_that_is_no_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    config = settings.load(None, ["data.path=['~/a',b,'~']", "data.text_field='~/a'"])
+    assert config.data.path == ("/home/me/a", "b", "/home/me") and config.data.text_field == "~/a"
+
+
 def texts() -> list[str]:
     rng = random.Random(0)
     alphabet = "ab1 .:#=-${}[]'\"\\!&*?|>%@`,~\n\té😀"

@@ -61,6 +61,11 @@ WRONG = [
     ("train.lr", "1:30.5", f"would be read as 90.5: {PLAIN}"),
     ("train.lr", "0x10", f"would be read as 16: {PLAIN}"),
     ("train.lr", "0b11", f"would be read as 3: {PLAIN}"),
+    # too near to zero for a float
+    ("train.lr", "1e-400", "would be read as 0.0: it is too near to zero; legal: a number, at least 0"),
+    ("train.lr", "0.30E-400", "would be read as 0.0: it is too near to zero; legal: a number, at least 0"),
+    ("train.lr", "-1e-400", "would be read as -0.0: it is too near to zero; legal: a number, at least 0"),
+    ("train.lr", f"0.{'0' * 400}1", "would be read as 0.0: it is too near to zero; legal: a number, at least 0"),
 ]
 
 
@@ -93,6 +98,16 @@ def test_small_numbers_are_numbers_everywhere(tmp_path, key: str, written: str) 
     section, leaf = key.split(".")
     assert from_file == from_word
     assert from_word[section][leaf] == 1e-4 and type(from_word[section][leaf]) is float
+
+
+@pytest.mark.parametrize("written", ["0", "0.0", "-0.", "0.0e5", "0e-10"])
+def test_zero_is_no_number_too_near_to_it(written: str) -> None:
+    assert settings.load(None, [f"train.lr={written}"]).train.lr == 0
+
+
+def test_a_number_of_a_list_that_is_too_near_to_zero(refused) -> None:
+    (line,) = refused("data.path=[stdlib,stdlib]", "data.weights=[1,1e-400]")
+    assert line.startswith("data.weights[1]=1e-400 would be read as 0.0: it is too near to zero; legal: ")
 
 
 @pytest.mark.parametrize(("written", "value"), [("3e5", 3e5), ("3", 3.0), ("1_000.5", 1000.5), ("5.", 5.0)])

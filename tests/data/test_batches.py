@@ -11,6 +11,7 @@ from research.data.batches import GlobalBatches, HeldOut
 from research.data.packing import Packed, held_out
 from research.data.tokens import Tokens
 from research.models.batch import NOT_COUNTED, Batch
+from research.problems import ConfigError
 
 END = 7
 
@@ -209,6 +210,16 @@ def test_a_source_without_a_sample_is_named() -> None:
     short = Packed(tokens_of([np.zeros(8, np.uint32)], "short.txt"))
     with pytest.raises(ValueError, match=r"short\.txt has 8 tokens in 1 documents for training, which make 0 samples"):
         GlobalBatches([numbered(50, 8), short], 8, 4, 1, 0)
+
+
+def test_sources_without_a_target_are_named() -> None:
+    """Among others, too: their share of the samples would teach nothing."""
+    ends = [Packed(tokens_of([np.full(1, END, np.uint32)] * 60, f"{name}.jsonl")) for name in "ab"]
+    with pytest.raises(ConfigError) as error:
+        GlobalBatches([ends[0], numbered(50, 8), ends[1]], 8, 4, 1, 0)
+    rule = "holds nothing to predict: 60 tokens in 60 documents for training, none of which has two"
+    told = [str(p) for p in error.value.problems]
+    assert told == [f"data.path={name}.jsonl {rule}; legal: longer documents" for name in "ab"]
 
 
 @pytest.mark.parametrize("share", [0.02, 0.3])

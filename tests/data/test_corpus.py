@@ -1,6 +1,7 @@
 """What counts as a document, and what is refused by name."""
 
 import json
+import os
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -51,6 +52,17 @@ def test_a_folder_may_mix_kinds_of_text(tmp_path: Path) -> None:
     parquet.write_table(pa.table({"body": ["3", "4"]}), tmp_path / "c" / "c.parquet")
     assert all_of(tmp_path, "body") == ["0", "1", "", "3", "4"]
     assert all_of(tmp_path / "*.*", "body") == ["0", "1", ""]
+
+
+def test_names_are_read_in_letters_of_either_case(tmp_path: Path) -> None:
+    (tmp_path / "A.JSONL").write_text('{"body": "1"}\n')
+    parquet.write_table(pa.table({"body": ["2"]}), tmp_path / "B.Parquet")
+    assert all_of(tmp_path, "body") == ["1", "2"] and find(str(tmp_path / "A.JSONL")).has_fields
+    (tmp_path / "C.BIN").write_bytes(b"\1\2")
+    with pytest.raises(ValueError, match=r"C\.BIN holds token ids: it must stand in data\.path by itself"):
+        find(str(tmp_path))
+    with pytest.raises(ValueError, match=r"C\.bin does not exist, and data\.path=.*C\.BIN needs it"):
+        find(str(tmp_path / "C.BIN"))
 
 
 def test_another_field(tmp_path: Path) -> None:
@@ -139,6 +151,38 @@ def test_the_folder_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     (tmp_path / "a").write_text("x")
     monkeypatch.chdir(tmp_path)
     assert all_of(".") == ["x"]
+
+
+def test_a_folder_reads_what_is_behind_links(tmp_path: Path) -> None:
+    """Of folders and of files, but not in a circle, nor what is hidden or no file."""
+    for name in ("a.txt", "b/c.txt", "elsewhere/d.txt", "elsewhere/.e.txt", "f.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    links = {"1": "a.txt", "2": "b", "3": "elsewhere", ".4": "f.txt", "5": "folder", "b/up": "folder", "b/here": "b"}
+    for name, target in links.items():
+        (tmp_path / name if "/" in name else folder / name).symlink_to(tmp_path / target)
+    os.mkfifo(tmp_path / "pipe")  # reading it would wait for ever
+    (folder / "6").symlink_to(tmp_path / "pipe")
+    assert (
+        all_of(folder)
+        == all_of(folder / "*") + all_of(folder / "*" / "*.txt")
+        == ["a.txt", "b/c.txt", "elsewhere/d.txt"]
+    )
+
+
+@pytest.mark.parametrize("path", ["folder", "folder/**/*", "folder/in/a.txt", "folder/in/b*"])
+def test_a_link_to_nothing_is_named(tmp_path: Path, path: str) -> None:
+    folder = tmp_path / "folder" / "in"
+    folder.mkdir(parents=True)
+    (folder / "0.txt").write_text("0")
+    name = folder / ("b.txt" if path.endswith("b*") else "a.txt")
+    name.symlink_to(tmp_path / "gone")
+    with pytest.raises(ConfigError) as error:
+        find(str(tmp_path / path))
+    (told,) = map(str, error.value.problems)
+    assert told.startswith(f"data.path={name} is a link to {tmp_path}/gone, which does not exist")
 
 
 def test_ids_do_not_hide_among_text(tmp_path: Path) -> None:

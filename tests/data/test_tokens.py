@@ -1,5 +1,6 @@
 """The cache: right, whole, built once, and never older than its text; the same ids from every form of a corpus."""
 
+import hashlib
 import math
 import os
 import time
@@ -155,6 +156,17 @@ def test_the_cache_is_used_until_text_or_tokenizer_change(data: DataConfig, buil
     assert [texts_of(only(f))[0] for f in fields] == ["ab", "cd", "ab"]
 
 
+def test_the_digest_tells_which_field_is_read(data: DataConfig) -> None:
+    """Of text alone it is that of contents and tokenizer, whatever the field is called."""
+    lines = Path(data.path[0]).with_name("a.jsonl")
+    lines.write_text('{"text": "ab", "b": "cd"}')
+    for path, digests in (((str(lines),), 2), ((*data.path, str(lines)), 2), (data.path, 1)):
+        found = [open_tokens(replace(data, path=path, text_field=f)).digest for f in ("text", "b", "text")]
+        assert len(set(found)) == digests and found[0] == found[2]
+    what = [*(tokens._content_hash(find(p), Path(data.cache)) for p in data.path), Bytes().identity]
+    assert found[0] == hashlib.sha256("\n".join(what).encode()).hexdigest()[:16]
+
+
 def test_a_source_is_hashed_again_only_when_a_file_changed(data: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """A change within a tick of the file system's clock is seen too: a hash of what is that new is not kept."""
     hashed = []
@@ -224,6 +236,14 @@ def test_several_sources(tmp_path: Path) -> None:
     assert len(list((tmp_path / "cache").glob("*.tokenizer.json"))) == 1
     mixed = replace(data, path=(*paths, str(sidecar(tmp_path, DOCUMENTS))))
     assert open_tokens(mixed).text_bytes is None and len(open_tokens(mixed).sources) == 3
+
+
+def test_the_entropy_of_a_single_id_is_zero(data: DataConfig) -> None:
+    """Not -0.0, which would be printed, nor less where shares of sources add up to more than one by rounding."""
+    path = str(jsonl(Path(data.path[0]).parent, [""] * 60))
+    for weights in ((1.0,), (0.1, 0.2, 0.3, 0.1, 0.3, 0.1)):
+        entropy = open_tokens(replace(data, path=(path,) * len(weights), weights=weights)).unigram_entropy
+        assert math.copysign(1, entropy) == 1 and entropy < 1e-12
 
 
 @pytest.mark.parametrize(

@@ -90,8 +90,35 @@ def test_what_is_no_number_is_named(name: str, value: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tasks", "local_world", "nodes"), [("8", 8, 1), ("4(x2)", 4, 2), ("1(x8)", 1, 8), ("3(x2),2", 3, 3), ("6,2", 6, 2)]
+    ("tasks", "node", "local_world", "nodes"),
+    [
+        ("8", "0", 8, 1),
+        ("4(x2)", "1", 4, 2),
+        ("1(x8)", "7", 1, 8),
+        ("3(x2),2", "0", 3, 3),
+        ("3(x2),2", "1", 3, 3),
+        ("3(x2),2", "2", 2, 3),
+        ("6,2", "1", 2, 2),
+        ("3,5", "0", 3, 2),
+        ("3,5", "1", 5, 2),
+    ],
 )
-def test_tasks_per_node_in_the_form_of_slurm(tasks: str, local_world: int, nodes: int) -> None:
-    where = joined(SRUN | {"SLURM_STEP_TASKS_PER_NODE": tasks})
+def test_tasks_per_node_in_the_form_of_slurm(tasks: str, node: str, local_world: int, nodes: int) -> None:
+    where = joined(SRUN | {"SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": node})
     assert where is not None and (where.place.local_world, where.place.nodes) == (local_world, nodes)
+
+
+@pytest.mark.parametrize("node", [None, "", "2", "-1", "x"])
+def test_which_of_uneven_nodes_this_is_must_be_told(node: str | None) -> None:
+    said = {} if node is None else {"SLURM_NODEID": node}
+    with pytest.raises(ValueError, match=r"SLURM_STEP_TASKS_PER_NODE=3,5, and SLURM_NODEID=.* does not tell which of"):
+        joined(SRUN | said | {"SLURM_STEP_TASKS_PER_NODE": "3,5"})
+
+
+@pytest.mark.parametrize("host", ["", "localhost", "127.0.0.1", "127.0.1.1", "::1"])
+@pytest.mark.parametrize("environment", [TORCHRUN, SRUN], ids=["torchrun", "srun"])
+def test_other_nodes_must_reach_where_ranks_meet(environment: dict[str, str], host: str) -> None:
+    with pytest.raises(ValueError, match=f"MASTER_ADDR={host}, which other nodes cannot reach"):
+        joined(environment | {"MASTER_ADDR": host})
+    alone = {"LOCAL_WORLD_SIZE": "8", "SLURM_STEP_TASKS_PER_NODE": "8"}
+    assert joined(environment | alone | {"MASTER_ADDR": host}) is not None

@@ -11,6 +11,7 @@ from research import build, comm
 from research.models import products, seams
 from research.train import loop
 from research.train.executor import Denominators
+from research.train.proof import Snapshot, compare
 from research.train.storage import Storage
 from tests.parity.findings import assert_equal, fails
 
@@ -190,3 +191,15 @@ def test_planted_nan_is_no_pass(prove, monkeypatch):
 
     monkeypatch.setattr(Storage, "gradients", poisoned)
     assert fails(prove("dp.degree=2"), "gradient")
+
+
+@pytest.mark.parametrize("got", [0.0, 1e-100, torch.nan])
+def test_where_all_is_zero_only_zeros_are_equal(got):
+    """As with model.init_std=0."""
+
+    def snapshot(gradient: float) -> Snapshot:
+        box, gradients = ((0, 2),), torch.full((2,), gradient, dtype=torch.float64)
+        return Snapshot([(1.0, 0.0, 0.0)], [{"w": (box, gradients)}], {"w": (box, torch.ones(2))})
+
+    findings = compare(snapshot(0.0), [snapshot(got)])
+    assert fails(findings, "gradient") == (got != 0) and not fails(findings, "weight")
