@@ -66,11 +66,12 @@ def joined(environment: Mapping[str, str] = os.environ) -> Joined | None:
     if port is None:
         step = int(environment["SLURM_STEP_ID"])
         port = str(FIRST_PORT + (int(environment["SLURM_JOB_ID"]) + step * STEP_STRIDE) % PORTS)
-    if world > local_world and (host in ("", "localhost", "::1") or host.startswith("127.")):
+    by_srun = names[0] == "SLURM_PROCID"  # torchrun's nodes may be several on one machine, to try things
+    if by_srun and world > local_world and (host in ("", "localhost", "::1") or host.startswith("127.")):
         raise ValueError(
             f"a launcher set MASTER_ADDR={host}, which other nodes cannot reach; legal: the host of rank 0"
         )
-    cpus = environment.get("SLURM_CPUS_PER_TASK", "0") if names[0] == "SLURM_PROCID" else "0"  # torchrun's are of all
+    cpus = environment.get("SLURM_CPUS_PER_TASK", "0") if by_srun else "0"  # torchrun's are of all
     return Joined(Place(rank, world, local_rank, local_world, int(cpus), uneven), f"tcp://{host}:{port}")
 
 
