@@ -52,9 +52,14 @@ class Beside:
         return self.measured_ms / self.simulated_ms
 
 
+def one_by_one(schedule: Schedule) -> Schedule:
+    """As the executor runs it: the second of a pair after the first, which has handed over what it made by then."""
+    return dataclasses.replace(schedule, actions=tuple(tuple(schedule.flat(r)) for r in range(schedule.ranks)))
+
+
 def slept(config: RunConfig, f: float, b: float, w: float) -> Beside:
     """`f`, `b`, `w`: seconds of 1/ranks of the model, for a forward and the two halves of a backward."""
-    schedule = schedule_of(config.pp, config.train.microbatches)
+    schedule = one_by_one(schedule_of(config.pp, config.train.microbatches))
     times = even(schedule, f, b, w)
 
     def body(place: Place, device: torch.device) -> float:
@@ -68,7 +73,7 @@ def slept(config: RunConfig, f: float, b: float, w: float) -> Beside:
 
 def computed(config: RunConfig) -> Beside:
     """Times of a stage are those that its passes took in the same steps, without waiting for others."""
-    schedule = schedule_of(config.pp, config.train.microbatches)
+    schedule = one_by_one(schedule_of(config.pp, config.train.microbatches))
 
     def body(place: Place, device: torch.device) -> tuple[list[float], list[tuple[Action, float]]]:
         trainer = Trainer(config, Mesh.from_config(config, place.world, place.rank), device)
