@@ -52,11 +52,11 @@ def test_a_program_takes_one_simulation_and_serves_every_evaluation(layout, monk
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_an_evaluation_is_dealt_out_over_both_copies_of_a_stage(ranks):
-    """However many more batches it has than a step has microbatches: 3 of 6 go either way."""
-    schedule = evaluation(generate("dualpipe", ranks, 6), 18)
+    """However many more batches it has than a step has microbatches: 4 of 8 go either way."""
+    schedule = evaluation(generate("dualpipe", ranks, 8), 24)
     for rank, stages in enumerate(schedule.holds):
         met = Counter(action.stage for action in schedule.flat(rank))
-        assert met == dict.fromkeys(stages, 9)
+        assert met == dict.fromkeys(stages, 12)
 
 
 @pytest.mark.parametrize(
