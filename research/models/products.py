@@ -141,7 +141,8 @@ class _Grouped(torch.autograd.Function):
 
 def _where(rows: Tensor, w: Tensor, counts: Tensor) -> Where:
     """What `grouped` computes by: oneDNN, torch's products one by one, or the one kernel."""
-    large = _onednn_takes(rows) and rows.numel() // len(w) * w.shape[1] >= SMALL  # of a usual expert: worth a call
+    usual = rows.numel() // len(w) * w.shape[1]  # multiplications of an expert; besides, its rows are cut and joined
+    large = _onednn_takes(rows) and usual >= 2 * SMALL
     if large and (windows := _windows(counts.tolist())):
         return windows
     if rows.dtype == torch.float64 or any(n * w.element_size() % 16 for n in w.shape[1:]):
