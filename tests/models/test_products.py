@@ -99,16 +99,23 @@ def grouped_errors(counts, inner, outer):
 
 
 @pytest.mark.parametrize("counts", LOADS, ids=str)
-@pytest.mark.parametrize("inner, outer", [(96, 128), (128, 96)])
+@pytest.mark.parametrize("inner, outer", [(128, 192), (192, 128)])
 def test_experts_take_rows_of_their_neighbours_along(counts, inner, outer):
     with Called() as called:
         assert max(grouped_errors(counts, inner, outer)) < 1e-6
     assert called.n >= 3
 
 
+@pytest.mark.parametrize("counts", LOADS, ids=str)
+def test_experts_of_few_rows_take_the_one_kernel(counts):
+    with Called() as called:
+        assert max(grouped_errors(counts, 96, 128)) < 1e-6
+    assert called.n == 0
+
+
 def test_planted_gradient_of_the_neighbours_rows(monkeypatch):
     monkeypatch.setattr(products, "_alone", lambda window, own: window.T)
-    assert grouped_errors(LOADS[0], 96, 128)[2] > 0.1
+    assert grouped_errors(LOADS[0], 128, 192)[2] > 0.1
 
 
 def test_few_kernels_are_compiled_whatever_the_loads():
