@@ -16,7 +16,7 @@ NOTE = """\
 - Torch's products: a side without those of oneDNN (`models/products.py`). Ratio over another / ratio over ours with
   torch's is what it would be with the same products on both sides. Where the other side trains our model it has ours,
   unless it says torch's.
-- Error: the largest relative error of any output or gradient between the two, held to a tolerance before timing.
+- Error: the largest relative error of any output or gradient between the two, held to a tolerance.
 """
 
 
